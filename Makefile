@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install assets demo test lint types check crash clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(STAMP)  ## make .venv and install hscache with the developers' tools
+
+assets: $(STAMP)  ## fetch the demo's target and prompts into the user cache (once)
+	@$(BIN)/python tools/demo_assets.py
+
+demo: assets  ## the main job end to end on a real small model
+	@$(BIN)/python tools/demo.py
+
+test: assets  ## the test suite, as CI runs it
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## mypy --strict on both packages
+	$(BIN)/mypy
+
+check: lint types test  ## everything that CI runs
+
+crash: assets  ## kill -9 at 20 random moments; minutes
+	$(BIN)/python -m pytest -m crash
+
+clean:  ## remove .venv and the demo's output
+	rm -rf $(VENV) runs

@@ -1,0 +1,119 @@
+"""What the user sees while a command works: log lines and progress on stderr; stdout is for data alone.
+
+A terminal gets one tqdm line that is redrawn; anything else (a log file, CI) gets a plain line every few seconds, so
+that a build's log can be read afterwards. Colour follows rich, which honours ``NO_COLOR``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def say(text: str) -> None:
+    """Write one log line to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def emit_json(value: object) -> None:
+    """Write ``value`` to stdout as JSON; the only thing a ``--json`` command prints there."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> None:
+    """Print a table to stdout.
+
+    Args:
+        title: Heading above the table.
+        columns: Column names.
+        rows: Cells, shown with ``str``.
+        right: Indices of the columns to align right (numbers).
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for i, name in enumerate(columns):
+        grid.add_column(name, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*(str(cell) for cell in row))
+    console = Console()
+    # piped output has no terminal whose width could be meant: never fold a table there
+    console.print(grid) if console.is_terminal else Console(width=160).print(grid)
+
+
+def facts(title: str, pairs: Iterable[tuple[str, object]]) -> None:
+    """Print ``name  value`` lines under a title to stdout."""
+    pairs = list(pairs)
+    width = max(len(name) for name, _ in pairs)
+    print(title)
+    for name, value in pairs:
+        print(f"  {name:<{width}}  {value}")
+
+
+def size(n_bytes: float) -> str:
+    """Return a byte count as people read it: 1023 B, 1.0 KiB, 61.4 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n_bytes) < 1024:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.2f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as 42s, 3m07s or 5h12m."""
+    s = round(seconds)
+    if s < 60:
+        return f"{s}s"
+    return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
+
+
+class Progress:
+    """Progress of ``total`` units of work, with free text behind it.
+
+    Args:
+        label: What is being done.
+        total: Amount of work in ``unit``.
+        unit: Name of the unit, such as ``tok``.
+        every_s: Seconds between plain lines when stderr is not a terminal.
+    """
+
+    def __init__(self, label: str, total: int, unit: str, *, every_s: float = 10.0) -> None:
+        self._label, self._total, self._unit, self._every_s = label, total, unit, every_s
+        self._done, self._start = 0, time.monotonic()
+        self._next_line = self._start + every_s
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=label, unit=unit, unit_scale=True, dynamic_ncols=True)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def advance(self, amount: int, note: str = "") -> None:
+        """Count ``amount`` more units as done and show ``note`` behind the rate."""
+        self._done += amount
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(amount)
+        elif time.monotonic() >= self._next_line or self._done >= self._total:
+            self._next_line = time.monotonic() + self._every_s
+            say(self._line(note))
+
+    def close(self) -> None:
+        """Leave the last state of the bar on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _line(self, note: str) -> str:
+        rate = self._done / max(self.elapsed_s, 1e-9)
+        left = duration((self._total - self._done) / rate) if rate > 0 else "?"
+        done = f"{self._done:,}/{self._total:,} {self._unit} ({self._done / max(self._total, 1):.0%})"
+        return f"{self._label}: {done}, {rate:,.0f} {self._unit}/s, ETA {left}{', ' + note if note else ''}"

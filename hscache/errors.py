@@ -1,0 +1,106 @@
+"""Every way in which hscache refuses, grouped by what the caller would do about it.
+
+An error carries a stable kebab-case ``code`` from :data:`CODES`, a message that says what was got, what was expected
+and where, and a ``hint`` with the next step. The class decides the exit status of the command line. Codes are
+append-only: scripts match on them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+CODES: dict[str, str] = {
+    # config
+    "manifest-missing": "the manifest file does not exist",
+    "manifest-syntax": "the manifest is not TOML",
+    "manifest-unknown-key": "a key that no field has",
+    "manifest-value": "a value of the wrong type or out of range",
+    "set-syntax": "a --set that is not key=value",
+    "taps-invalid": "taps outside the target's layers, unordered or repeated",
+    "target-facts-mismatch": "the manifest's declared shape differs from the target's config",
+    "codec-unknown": "a codec that this version does not have",
+    # input
+    "corpus-missing": "the corpus does not exist",
+    "corpus-format": "the corpus has no known columns, or is no known file type",
+    "corpus-empty": "no row of the corpus can be used",
+    "corpus-exists": "the output corpus exists already",
+    "corpus-truncated": "a corpus file ends in the middle of a record",
+    "template-missing": "the tokenizer has no chat template",
+    "template-without-generation": "the chat template does not mark what the assistant generated",
+    "not-a-store": "the path holds no hscache store",
+    "sample-unknown": "no such sample in this store",
+    "sample-range": "a token range outside the sample",
+    "array-absent": "this store was built without that array",
+    # environment
+    "target-missing": "the target directory or hub repository cannot be read",
+    "target-config": "the target's config.json lacks what a build needs",
+    "target-keys": "the checkpoint lacks weights that the model needs",
+    "target-structure": "backbone, decoder layers or head cannot be found in the loaded model",
+    "target-head": "the head does not reproduce the model's own logits from the final state",
+    "disk-full": "the store does not fit on the disk",
+    "dependency-missing": "an optional package is not installed",
+    # integrity
+    "store-damaged": "a store's file is missing, truncated or altered",
+    "sample-digest": "a sample's bytes differ from its digest",
+    # conflict
+    "store-other-manifest": "the store was begun with another manifest, target or corpus",
+    "store-exists": "the output path holds something that is not this store",
+    # format
+    "format-version": "the store's format is newer than this version reads",
+}
+"""Code -> meaning. A test holds that every code raised in the sources is here, and that every code here is raised."""
+
+
+class HscacheError(Exception):
+    """Base of all errors that a user can cause or mend.
+
+    Args:
+        code: A key of :data:`CODES`.
+        message: What was got, what was expected, and where.
+        hint: The next command or action, without the word "hint".
+    """
+
+    exit_code: ClassVar[int] = 70
+
+    def __init__(self, code: str, message: str, *, hint: str | None = None) -> None:
+        assert code in CODES, code
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(HscacheError):
+    """A manifest, option or argument is wrong: edit it and run again."""
+
+    exit_code = 2
+
+
+class InputError(HscacheError):
+    """A corpus, store or prompt file is not what the command takes: give another one."""
+
+    exit_code = 2
+
+
+class EnvironmentFault(HscacheError):
+    """The machine lacks something (disk, weights, a package): change the machine, keep the command."""
+
+    exit_code = 3
+
+
+class IntegrityError(HscacheError):
+    """Stored bytes are not what was committed: run ``hscache verify``."""
+
+    exit_code = 1
+
+
+class ConflictError(HscacheError):
+    """Going on would mix two things in one store: choose another output or the old manifest."""
+
+    exit_code = 4
+
+
+class FormatError(HscacheError):
+    """The store speaks another version of the format: upgrade hscache."""
+
+    exit_code = 2

@@ -1,0 +1,232 @@
+"""The declaration of a build: TOML in, frozen and fully typed models out.
+
+A manifest says *what* to cache (target, taps, logits, corpus, limits, codec), never *where it runs*: device, output
+path and process count are options of the command. Unknown keys and wrong types are errors that name the key's path and
+the nearest known name, because a mistyped ``batch_token`` that is silently ignored costs a night of GPU time.
+
+``--set limits.max_tokens=2048`` overrides one key; the value is read as TOML and, failing that, as a string.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+
+from hscache.errors import ConfigError
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*$")
+_UNIT = {
+    unit: base**power
+    for base, suffix in ((1000, "B"), (1024, "iB"))
+    for power, unit in enumerate(["", *(letter + suffix for letter in "KMGT")])
+    if unit
+} | {"B": 1}
+
+
+def _read_size(value: object) -> object:
+    """Turn "1GiB" into bytes; leave anything else to the type check."""
+    if isinstance(value, str) and (match := _SIZE.match(value)):
+        return round(float(match[1]) * _UNIT[match[2]])
+    return value
+
+
+Size = Annotated[int, BeforeValidator(_read_size), Field(gt=0)]
+Taps = Annotated[tuple[Annotated[int, Strict(), Field(ge=0)], ...], Strict(False), Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TargetShape(_Section):
+    """Facts of the target that a plan needs; declared so that a plan needs no checkpoint, checked when there is one."""
+
+    num_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+
+
+class TargetSpec(_Section):
+    """The frozen model whose states are cached."""
+
+    path: str
+    """Checkpoint directory (``~`` is expanded) or hub id."""
+    revision: str | None = None
+    """Commit of the hub repository; ignored for a directory."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the forward pass. States are stored as bf16 either way."""
+    attn_implementation: str = "sdpa"
+    """As transformers names it. ``eager`` on CPU makes a row's bits independent of its batch's padded width."""
+    shape: TargetShape | None = None
+
+
+class StatesSpec(_Section):
+    """Which states are kept."""
+
+    taps: Taps | Literal["default"]
+    """0-based decoder blocks whose *output* is kept, ascending; ``"default"`` is the five-tap rule, printed."""
+    final_state: bool = True
+    """Keep the state after the final norm, from which ``target/`` recomputes exact logits."""
+
+
+class LogitsSpec(_Section):
+    """Which target distribution is kept beside the states."""
+
+    topk: int = Field(default=64, ge=0)
+    """Log-probabilities kept for each supervised token, with the logsumexp; 0 keeps none."""
+
+
+class CorpusSpec(_Section):
+    """The tokenized completions."""
+
+    path: str
+    """Parquet, JSONL(.gz) or ``save_to_disk`` directory with ``input_ids`` and ``loss_mask``."""
+
+
+class LimitsSpec(_Section):
+    """What a row must satisfy, and how many tokens one forward pass takes."""
+
+    max_tokens: int = Field(default=4096, gt=1)
+    """Longer rows are rejected as ``too-long``."""
+    min_loss_tokens: int = Field(default=1, gt=0)
+    """Rows with fewer supervised tokens are rejected as ``too-few-supervised``."""
+    batch_tokens: int = Field(default=8192, gt=0)
+    """Padded tokens of one forward pass; part of the plan, since it decides which samples share a batch."""
+
+
+class StoreSpec(_Section):
+    """How states are written."""
+
+    codec: Literal["raw", "lz4", "zstd"] = "raw"
+    shard_bytes: Size = 1 << 30
+    """A shard rolls when the next batch would pass this size."""
+    chunk_tokens: int = Field(default=64, gt=0)
+    """Rows of one Zarr chunk: the unit of checksum and compression."""
+
+
+class BuildManifest(_Section):
+    """All that decides the content of a store."""
+
+    target: TargetSpec
+    states: StatesSpec
+    corpus: CorpusSpec
+    logits: LogitsSpec = LogitsSpec()
+    limits: LimitsSpec = LimitsSpec()
+    store: StoreSpec = StoreSpec()
+
+
+def load_manifest(path: Path, overrides: Sequence[str] = ()) -> BuildManifest:
+    """Read a build manifest.
+
+    Args:
+        path: TOML file.
+        overrides: ``key.path=value`` strings, applied in order.
+
+    Raises:
+        ConfigError: ``manifest-missing``, ``manifest-syntax``, ``manifest-unknown-key``, ``manifest-value`` or
+            ``set-syntax``.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ConfigError(
+            "manifest-missing", f"{path}: no such manifest", hint="the shipped ones are in manifests/build/"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("manifest-syntax", f"{path}: not TOML: {error}") from error
+    for text in overrides:
+        _override(raw, text)
+    return parse_manifest(raw, str(path))
+
+
+def parse_manifest(raw: Mapping[str, Any], where: str) -> BuildManifest:
+    """Check a mapping against the manifest's fields.
+
+    Args:
+        raw: What TOML or JSON gave.
+        where: Named in errors.
+
+    Raises:
+        ConfigError: ``manifest-unknown-key`` or ``manifest-value``, for the first fault found.
+    """
+    try:
+        return BuildManifest.model_validate(dict(raw))
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        # an unknown key is the likelier cause when a typo also leaves a required key missing: report it first
+        fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        key = ".".join(str(part) for part in fault["loc"])
+        if fault["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(fault["loc"][:-1]), n=1, cutoff=0.4)
+            prefix = ".".join(str(part) for part in fault["loc"][:-1])
+            hint = f"did you mean {'.'.join(filter(None, [prefix, near[0]]))}?" if near else "see manifests/README.md"
+            raise ConfigError("manifest-unknown-key", f"{where}: unknown key {key}{more}", hint=hint) from error
+        got = "" if fault["type"] == "missing" else f", got {fault['input']!r}"
+        message = fault["msg"][0].lower() + fault["msg"][1:]
+        raise ConfigError(
+            "manifest-value", f"{where}: {key}: {message}{got}{more}", hint="see manifests/README.md for every field"
+        ) from error
+
+
+def to_toml(manifest: BuildManifest) -> str:
+    """Return the resolved manifest as TOML, every default written out."""
+    lines: list[str] = []
+    for section, fields in manifest.model_dump(mode="json").items():
+        _toml_table(section, fields, lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _toml_table(name: str, fields: Mapping[str, Any], lines: list[str]) -> None:
+    lines += ["", f"[{name}]"]
+    lines += [
+        f"{key} = {_toml_value(value)}"
+        for key, value in fields.items()
+        if value is not None and not isinstance(value, dict)
+    ]
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _toml_table(f"{name}.{key}", value, lines)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value)
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError("set-syntax", f"--set {text!r}: expected key.path=value", hint="--set limits.max_tokens=2048")
+    try:
+        parsed: object = tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    node = raw
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError("manifest-unknown-key", f"--set {key.strip()}: {part} is no section")
+        node = child
+    node[parts[-1]] = parsed
+
+
+def _fields_at(loc: Sequence[int | str]) -> list[str]:
+    model: type[BaseModel] = BuildManifest
+    for part in loc:
+        annotation = model.model_fields[str(part)].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(model.model_fields)

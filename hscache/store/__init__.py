@@ -1,0 +1,1 @@
+"""The on-disk format: written and read here, and nowhere else. No torch at module level."""

@@ -1,0 +1,1 @@
+"""hstrain: fit a DFlash drafter from an hscache store, without the target."""
