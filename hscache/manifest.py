@@ -162,7 +162,8 @@ def parse_manifest(raw: Mapping[str, Any], where: str) -> BuildManifest:
         # an unknown key is the likelier cause when a typo also leaves a required key missing: report it first
         fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        key = ".".join(str(part) for part in fault["loc"])
+        # pydantic puts the names of union members between the keys: keep what a user typed
+        key = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
         if fault["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(fault["loc"][:-1]), n=1, cutoff=0.4)
             prefix = ".".join(str(part) for part in fault["loc"][:-1])
