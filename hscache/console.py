@@ -9,8 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from hscache.errors import HscacheError
+
+_EXIT_BUG = 70
 
 
 def say(text: str) -> None:
@@ -36,7 +41,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     from rich.console import Console
     from rich.table import Table
 
-    grid = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    print(title)  # as a rich title it would be folded to the table's width
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(columns):
         grid.add_column(name, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
@@ -99,6 +105,8 @@ class Progress:
 
     def advance(self, amount: int, note: str = "") -> None:
         """Count ``amount`` more units as done and show ``note`` behind the rate."""
+        if not amount:
+            return
         self._done += amount
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
@@ -117,3 +125,24 @@ class Progress:
         left = duration((self._total - self._done) / rate) if rate > 0 else "?"
         done = f"{self._done:,}/{self._total:,} {self._unit} ({self._done / max(self._total, 1):.0%})"
         return f"{self._label}: {done}, {rate:,.0f} {self._unit}/s, ETA {left}{', ' + note if note else ''}"
+
+
+def run_command(command: Callable[[], object]) -> None:
+    """Run a command line; an error becomes one message, a hint and an exit status.
+
+    Args:
+        command: A typer application; it ends the process itself on success and on wrong usage.
+    """
+    try:
+        command()
+    except HscacheError as error:
+        say(f"error[{error.code}]: {error.message}")
+        if error.hint:
+            say(f"hint: {error.hint}")
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of our output had enough
+        sys.exit(0)
+    except Exception:
+        traceback.print_exc()
+        say("error[bug]: this is a fault of hscache; please report it with the lines above")
+        sys.exit(_EXIT_BUG)

@@ -1,0 +1,231 @@
+"""``hscache`` on the command line: parse, call, print. Heavy imports stay inside the commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from hscache import __version__
+from hscache.console import emit_json, run_command, say
+
+if TYPE_CHECKING:
+    from hscache.manifest import BuildManifest
+
+app = typer.Typer(
+    name="hscache",
+    help="Run a large target model once, keep its hidden states, train speculative-decoding drafters from disk.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Manifest = Annotated[Path, typer.Argument(help="Build manifest (TOML).")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: limits.max_tokens=2048.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+StoreArgument = Annotated[Path, typer.Argument(help="Store directory.")]
+TargetOption = Annotated[Path, typer.Option("--target", help="Checkpoint directory of the target.")]
+Output = Annotated[Path, typer.Option("--out", "-o", help="Corpus to write (parquet).")]
+
+EXIT_FINDINGS = 1
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"hscache {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def config(manifest: Manifest, set_: Set = None) -> None:
+    """Print the resolved manifest, every default written out.
+
+    Example: hscache config manifests/build/demo.toml --set limits.max_tokens=512
+    """
+    from hscache.manifest import to_toml
+
+    print(to_toml(_manifest(manifest, set_)), end="")
+
+
+@app.command()
+def tokenize(
+    inputs: Annotated[list[Path], typer.Argument(help="JSONL or parquet files of chat messages or prompt+completion.")],
+    target: TargetOption,
+    out: Output,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja template to use instead of the tokenizer's; marks {% generation %}.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Turn chat messages or prompt+completion rows into a tokenized corpus with loss masks.
+
+    Example: hscache tokenize chats.jsonl --target ~/models/SmolLM2-135M-Instruct -o corpus.parquet
+    """
+    from hscache.corpus.masks import tokenize_files
+
+    report = tokenize_files(inputs, target, out, chat_template=chat_template)
+    if json:
+        emit_json(report.to_json())
+    report.say()
+    _exit_if(bool(report.rejected))
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[Path], typer.Argument(help="JSONL(.gz) or parquet files with prompts.")],
+    target: TargetOption,
+    out: Output,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt's text as it is: no chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion at most.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 32,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take only the first N prompts of each file.")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    json: Json = False,
+) -> None:
+    """Let the target write the completions that a drafter will be trained on.
+
+    Example: hscache generate prompts.jsonl --target ~/models/SmolLM2-135M-Instruct -o corpus.parquet --limit 24
+    """
+    from hscache.corpus.generate import Sampling, generate_corpus
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    report = generate_corpus(
+        prompts, target, out, sampling, raw=raw, batch_size=batch_size, limit=limit, dtype=dtype, device=device
+    )
+    if json:
+        emit_json(report.to_json())
+    report.say()
+    _exit_if(bool(report.rejected))
+
+
+@app.command()
+def plan(
+    manifest: Manifest,
+    out: Annotated[Path | None, typer.Option("--out", help="Store whose disk is checked; default: here.")] = None,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Show samples, tokens, exact bytes, files and free disk of a build, without the target's weights.
+
+    Example: hscache plan manifests/build/qwen3.6-27b.toml --set corpus.path=corpus.parquet
+    """
+    from hscache.build import require_space
+    from hscache.corpus.readers import read_corpus
+    from hscache.plan import make_plan
+    from hscache.report import plan_json, print_plan
+    from hscache.target.facts import read_shape, resolve_path, resolve_taps
+
+    parsed, where = _manifest(manifest, set_), out or Path()
+    shape = read_shape(parsed.target, resolve_path(parsed.target, download=False))
+    parsed = resolve_taps(parsed, shape)
+    made = make_plan(
+        read_corpus(Path(parsed.corpus.path).expanduser()),
+        parsed,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+    )
+    numbers = plan_json(made, parsed, where)
+    if json:
+        emit_json(numbers)
+    else:
+        print_plan(numbers, parsed, where)
+    require_space(numbers["needed_bytes"], where)
+
+
+@app.command()
+def build(
+    manifest: Manifest,
+    out: Annotated[Path, typer.Option("--out", help="Store directory; new, or begun with this manifest.")],
+    set_: Set = None,
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    fast_digest: Annotated[
+        bool, typer.Option("--fast-digest", help="Know weight files by size and time, not sha256.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Run the target over the corpus and write a store; run again to go on after a stop.
+
+    Example: hscache build manifests/build/demo.toml --out runs/demo/store
+    """
+    from dataclasses import asdict
+
+    from hscache.build import Interrupted
+    from hscache.build import build as run_build
+    from hscache.report import print_build
+
+    try:
+        report = run_build(_manifest(manifest, set_), out, device=device, fast_digest=fast_digest)
+    except Interrupted as stop:
+        say(f"{stop}: the committed shards are whole. To go on:\n  {_command_line()}")
+        raise typer.Exit(128 + stop.signum) from None
+    if json:
+        emit_json(asdict(report))
+    print_build(report)
+    _exit_if(bool(report.rejected))
+
+
+@app.command()
+def verify(
+    store: StoreArgument,
+    level: Annotated[
+        Literal["quick", "full"], typer.Option(help="quick: records and sizes; full: every byte.")
+    ] = "full",
+    json: Json = False,
+) -> None:
+    """Prove that a store is whole and right; exit status 1 and a list when it is not.
+
+    Example: hscache verify runs/demo/store --level full
+    """
+    from hscache.report import print_verify
+    from hscache.verify import verify as run_verify
+
+    report = run_verify(store, level)
+    if json:
+        emit_json(report.to_json())
+    print_verify(report)
+    _exit_if(not report.ok)
+
+
+@app.command()
+def info(store: StoreArgument, json: Json = False) -> None:
+    """Show what a store is: target, taps, corpus, counts, sizes, provenance.
+
+    Example: hscache info runs/demo/store
+    """
+    from hscache.report import print_info, store_info
+
+    facts = store_info(store)
+    if json:
+        emit_json(facts)
+    else:
+        print_info(facts)
+
+
+def _manifest(path: Path, overrides: list[str] | None) -> BuildManifest:
+    from hscache.manifest import load_manifest
+
+    return load_manifest(path, overrides or ())
+
+
+def _exit_if(found: bool) -> None:
+    if found:
+        raise typer.Exit(EXIT_FINDINGS)
+
+
+def _command_line() -> str:
+    import shlex
+
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def main() -> None:
+    """Run the command line; every error becomes one message, a hint and an exit status."""
+    run_command(app)

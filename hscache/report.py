@@ -1,0 +1,184 @@
+"""What a plan or a store looks like on one screen, and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from hscache.build import BuildReport, bytes_needed, free_bytes
+from hscache.console import duration, facts, say, size, table
+from hscache.manifest import BuildManifest
+from hscache.plan import Plan, array_bytes, manifest_specs
+from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
+from hscache.store.layout import StorePaths
+from hscache.verify import VerifyReport
+
+_SHOWN_VERSIONS = ("transformers", "torch", "flash-linear-attention", "causal-conv1d")
+
+
+def plan_json(plan: Plan, manifest: BuildManifest, out: Path) -> dict[str, Any]:
+    """Return a plan's totals and sizes as plain JSON.
+
+    Args:
+        plan: The plan.
+        manifest: With resolved taps and shape.
+        out: Where the store would lie.
+    """
+    assert manifest.target.shape is not None
+    arrays = array_bytes(plan, manifest_specs(manifest, manifest.target.shape.hidden_size))
+    shards = len(plan.batches)
+    done = set(committed_shards(out)) & set(range(shards))
+    return {
+        **plan.totals,
+        "rejected_reasons": plan.reasons(),
+        "arrays": [
+            {"name": a.name, "bytes_per_row": a.per_row, "rows": a.axis, "bytes": a.data, "file_bytes": a.files}
+            for a in arrays
+        ],
+        "bytes_per_token": {a.name: a.per_row for a in arrays if a.axis == "tokens"},
+        "total_bytes": sum(a.data for a in arrays),
+        "total_file_bytes": sum(a.files for a in arrays),
+        "shards": shards,
+        "shards_committed": len(done),
+        "files": shards * (2 * len(arrays) + 1),
+        "batches": sum(len(batches) for batches in plan.batches),
+        "needed_bytes": bytes_needed(plan, manifest, sorted(set(range(shards)) - done)),
+        "free_bytes": free_bytes(out),
+        "taps": list(manifest.states.taps),
+        "codec": manifest.store.codec,
+    }
+
+
+def print_plan(plan: dict[str, Any], manifest: BuildManifest, out: Path) -> None:
+    """Print a plan's JSON form as a table."""
+    rows = [
+        (a["name"], f"{a['bytes_per_row']:,}", a["rows"], f"{a['bytes']:,}", size(a["file_bytes"]))
+        for a in plan["arrays"]
+    ]
+    rows.append(("total", "", "", f"{plan['total_bytes']:,}", size(plan["total_file_bytes"])))
+    table(
+        f"{manifest.target.path}, taps {plan['taps']}", ("array", "bytes/row", "rows", "bytes", "on disk"), rows,
+        right=(1, 3, 4),
+    )  # fmt: skip
+    padding = plan["padded_tokens"] / plan["tokens"] - 1
+    packed = "" if plan["codec"] == "raw" else f"; codec {plan['codec']} makes the states smaller than shown"
+    facts(
+        "plan",
+        [
+            ("rows", f"{plan['rows']:,} ({_reasons(plan['rejected_reasons'])})"),
+            ("samples", f"{plan['samples']:,}"),
+            ("tokens", f"{plan['tokens']:,}, {plan['loss_tokens']:,} supervised"),
+            ("forward", f"{plan['batches']:,} batches, {padding:.1%} padding"),
+            ("shards", f"{plan['shards']:,} ({plan['shards_committed']:,} committed), {plan['files']:,} files"),
+            ("disk", f"{size(plan['needed_bytes'])} to write, {size(plan['free_bytes'])} free at {out}{packed}"),
+        ],
+    )
+
+
+def print_build(report: BuildReport) -> None:
+    """Print what a build did."""
+    rejected = sum(report.rejected.values())
+    what = f"{report.built} shards built" if report.built else "nothing to do, every shard was there"
+    rate = f", {report.tokens / report.capture_seconds:,.0f} tokens/s" if report.built == report.shards else ""
+    say(f"{report.store}: {what} in {duration(report.seconds)}{rate}")
+    say(
+        f"{report.samples:,} samples, {report.tokens:,} tokens ({report.loss_tokens:,} supervised), "
+        f"{report.shards} shards, {size(report.bytes)}"
+    )
+    if rejected:
+        say(f"{rejected} rows rejected: {_reasons(report.rejected)}; reasons in {report.store}/index.parquet")
+
+
+def print_verify(report: VerifyReport, limit: int = 20) -> None:
+    """Print what a verification found."""
+    for finding in report.findings[:limit]:
+        say(f"{finding.code}: {finding.where}: {finding.detail}")
+    if len(report.findings) > limit:
+        say(f"... and {len(report.findings) - limit} more; --json lists all")
+    rejected = f", {report.rejected} rejected with a reason" if report.rejected else ""
+    done = f"{report.shards} shards, {report.samples:,} samples, {report.tokens:,} tokens{rejected}"
+    if report.level == "full" and report.head_error_nats is not None:
+        done += f"; lm_head(final state) gives the stored top-k within {report.head_error_nats:.4f} nats"
+        done += f" ({report.head_rows} rows)"
+    if report.ok:
+        say(f"{report.store}: whole and right ({report.level}): {done}")
+    else:
+        shards = sorted({f.shard for f in report.findings if f.shard is not None})
+        say(f"{report.store}: {len(report.findings)} findings in {len(shards)} shards ({report.level}): {done}")
+        if report.level == "quick":
+            say(f"hint: hscache verify {report.store} --level full")
+
+
+def store_info(root: Path) -> dict[str, Any]:
+    """Return what a store is: origin, shape, counts, sizes, provenance."""
+    document, paths = read_manifest(root), StorePaths(root)
+    index = load_index(root)
+    good = index.filter(pc.equal(index["status"], "ok"))
+    rejected = index.filter(pc.equal(index["status"], "rejected"))
+    shards = committed_shards(root)
+    records = [read_shard(paths.shard(shard)) for shard in shards]
+    first = records[0] if records else None
+    return {
+        "store": str(root),
+        "format_version": document["format_version"],
+        "created": document["created"],
+        "target": {"path": document["manifest"]["target"]["path"], **document["target"]["shape"]},
+        "dtype": document["manifest"]["target"]["dtype"],
+        "taps": document["manifest"]["states"]["taps"],
+        "final_state": document["manifest"]["states"]["final_state"],
+        "topk": document["manifest"]["logits"]["topk"],
+        "codec": document["manifest"]["store"]["codec"],
+        "corpus": {"path": document["manifest"]["corpus"]["path"], **document["corpus"]},
+        "shards": len(shards),
+        "shards_planned": document["plan"]["shards"],
+        "samples": good.num_rows,
+        "tokens": pc.sum(good["n_tokens"]).as_py() or 0,
+        "loss_tokens": pc.sum(good["n_loss"]).as_py() or 0,
+        "tags": dict(Counter(tag for tag in good["tag"].to_pylist() if tag).most_common()),
+        "rejected": dict(Counter(rejected["reason"].to_pylist())),
+        "shard_bytes": sum(entry["bytes"] for record in records for entry in record["files"].values()),
+        "target_bytes": sum(p.stat().st_size for p in paths.target.glob("*")) if paths.target.exists() else 0,
+        "provenance": first["provenance"] if first else None,
+        "typical_rms": first["health"]["typical_rms"] if first else None,
+    }
+
+
+def print_info(info: dict[str, Any]) -> None:
+    """Print a store's facts on one screen."""
+    target = info["target"]
+    state = "complete" if info["shards"] == info["shards_planned"] else "UNFINISHED"
+    logits = f"top-{info['topk']} with logsumexp" if info["topk"] else "none"
+    pairs = [
+        (
+            "target",
+            f"{target['path']} ({target['num_layers']} layers, H {target['hidden_size']}, V {target['vocab_size']})",
+        ),
+        ("states", f"taps {info['taps']}, final state {'yes' if info['final_state'] else 'no'}, logits {logits}"),
+        ("corpus", f"{info['corpus']['path']}, {info['corpus']['rows']:,} rows"),
+        ("samples", f"{info['samples']:,} ({_reasons(info['rejected'])})"),
+        ("tokens", f"{info['tokens']:,}, {info['loss_tokens']:,} supervised"),
+        ("tags", ", ".join(f"{tag} {n}" for tag, n in info["tags"].items()) or "none"),
+        ("shards", f"{info['shards']} of {info['shards_planned']}, {size(info['shard_bytes'])}, codec {info['codec']}"),
+        ("target/", size(info["target_bytes"])),
+    ]
+    if info["provenance"]:
+        made = info["provenance"]
+        versions = made["versions"]
+        head = made["load"]
+        pairs += [
+            ("ran on", f"{made['hardware']['device']}, {info['dtype']}, {head['attn_implementation']} attention"),
+            ("with", ", ".join(f"{name} {versions[name]}" for name in _SHOWN_VERSIONS)),
+            ("norm", f"{head['norm_kind']}, head scale {head['head']['scale']:g}, softcap {head['head']['softcap']}"),
+            (
+                "magnitude",
+                " ".join(f"{x:.3g}" for x in info["typical_rms"]) + "  (typical RMS per tap, final state last)",
+            ),
+        ]
+    facts(f"{info['store']}: format v{info['format_version']}, {state}", pairs)
+
+
+def _reasons(reasons: dict[str, int]) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) if reasons else "none rejected"

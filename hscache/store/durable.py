@@ -1,0 +1,124 @@
+"""Files that survive a kill and a power cut: written aside, synced, renamed.
+
+A rename is atomic within one file system, so work in progress lives in ``STORE/staging/`` beside its destination. Each
+process works in a directory of its own there and holds a lock on it; the kernel drops the lock with the process, kill
+-9 included, so what a dead process left can be told from what a living one is writing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+_LOCK_SUFFIX = ".lock"
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the entries of a directory durable: a rename is only on disk once its parent is."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file and sync it. The caller syncs the directory."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes, staging: Path) -> None:
+    """Write ``data`` to ``path`` so that a reader sees the old file, or the new one, whole."""
+    temporary = staging / f"{path.name}.{uuid.uuid4().hex}"
+    write_file(temporary, data)
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def publish_directory(source: Path, destination: Path) -> bool:
+    """Rename a fully written directory into place, durably.
+
+    Args:
+        source: Directory below the store's ``staging/``; its files are synced already.
+        destination: Final path, on the same file system.
+
+    Returns:
+        False when ``destination`` exists already (another process was first); ``source`` is then removed.
+    """
+    fsync_directory(source)
+    try:
+        source.rename(destination)
+    except OSError:
+        if not destination.is_dir():
+            raise
+        shutil.rmtree(source)
+        return False
+    fsync_directory(destination.parent)
+    return True
+
+
+class Staging:
+    """This process's directory below ``STORE/staging/``; whatever dead processes left there is swept.
+
+    Use as a context manager: the directory is removed on the way out, whatever happened inside.
+    """
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self._sweep(root)
+        name = uuid.uuid4().hex
+        self._lock_path = root / (name + _LOCK_SUFFIX)
+        # the lock is taken before the directory exists, so that no sweep can meet the directory unlocked
+        self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = root / name
+        self.path.mkdir()
+
+    @staticmethod
+    def _sweep(root: Path) -> None:
+        entries = {entry.name: entry for entry in root.iterdir()}
+        for name, entry in entries.items():
+            if name.endswith(_LOCK_SUFFIX):
+                Staging._sweep_if_dead(entry, root / name.removesuffix(_LOCK_SUFFIX))
+            elif name + _LOCK_SUFFIX not in entries and not (root / (name + _LOCK_SUFFIX)).exists():
+                _remove(entry)  # no lock: nobody's, since a living process made its lock first
+
+    @staticmethod
+    def _sweep_if_dead(lock_path: Path, directory: Path) -> None:
+        try:
+            fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return  # its owner just left
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # its owner lives
+        else:
+            _remove(directory)
+            lock_path.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _remove(self.path)
+        self._lock_path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)  # two sweepers may meet
+    else:
+        path.unlink(missing_ok=True)

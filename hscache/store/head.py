@@ -1,0 +1,160 @@
+"""``STORE/target/``: all of the target that a trainer needs, so that it never opens the checkpoint.
+
+::
+
+    target/
+      head.safetensors   embed_tokens.weight, norm.weight, and lm_head.weight unless it is tied to the embedding
+      target.json        how logits follow from the head, the norm's kind, shapes, digests of these files
+      config.json, tokenizer files
+
+The weights are those that ran, in bf16 where that holds them exactly: a bf16 checkpoint run in float32 is stored as
+bf16 again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from hscache.errors import IntegrityError
+from hscache.store.durable import publish_directory, write_file
+from hscache.store.layout import canonical_json, json_digest
+
+if TYPE_CHECKING:
+    import torch
+
+_HEAD_FILE = "head.safetensors"
+_FACTS_FILE = "target.json"
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """Embedding, head and final norm of the target, on the CPU.
+
+    Attributes:
+        embed: [V, H] input embedding.
+        lm_head: [V, H] output embedding; the same tensor when tied.
+        norm: [H] weight of the final norm.
+        facts: ``target.json``: ``head`` (scale, softcap), ``norm_kind``, ``norm_eps``, ``tied``, ``shape``.
+    """
+
+    embed: torch.Tensor
+    lm_head: torch.Tensor
+    norm: torch.Tensor
+    facts: dict[str, Any]
+
+    def logits(self, final_state: torch.Tensor) -> torch.Tensor:
+        """Return the target's logits, float32 [..., V], for states after the final norm, [..., H]."""
+        import torch
+
+        scale, softcap = float(self.facts["head"]["scale"]), self.facts["head"]["softcap"]
+        logits = torch.nn.functional.linear(final_state.float(), self.lm_head.float()) * scale
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def write_target(
+    destination: Path,
+    staging: Path,
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, Any],
+    copies: list[Path],
+) -> None:
+    """Write ``STORE/target/`` durably; a folder that exists is left as it is.
+
+    Args:
+        destination: ``STORE/target``.
+        staging: Private directory on the same file system.
+        tensors: ``embed``, ``lm_head`` and ``norm`` as they ran.
+        facts: JSON-plain facts for ``target.json``.
+        copies: Config and tokenizer files of the checkpoint.
+    """
+    from safetensors.torch import save
+
+    if destination.exists():
+        return
+    directory = staging / "target"
+    directory.mkdir()
+    tied = tensors["lm_head"] is tensors["embed"] or tensors["lm_head"].data_ptr() == tensors["embed"].data_ptr()
+    named = {"embed_tokens.weight": tensors["embed"], "norm.weight": tensors["norm"]}
+    if not tied:
+        named["lm_head.weight"] = tensors["lm_head"]
+    write_file(directory / _HEAD_FILE, save({name: _narrow(tensor) for name, tensor in named.items()}))
+    for path in copies:
+        shutil.copyfile(path, directory / path.name)
+    files = {path.name: _entry(path) for path in sorted(directory.iterdir())}
+    body = {**facts, "tied": tied, "files": files}
+    write_file(directory / _FACTS_FILE, canonical_json({**body, "digest": json_digest(body)}))
+    publish_directory(directory, destination)
+
+
+def check_target(directory: Path, *, full: bool) -> dict[str, Any]:
+    """Check ``STORE/target/`` against its record and return the facts.
+
+    Args:
+        directory: ``STORE/target``.
+        full: Compare contents, not sizes alone.
+
+    Raises:
+        IntegrityError: ``store-damaged``, naming the file.
+    """
+    path = directory / _FACTS_FILE
+    try:
+        facts = dict(json.loads(path.read_bytes()))
+        digest = facts.pop("digest")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"not readable: {error}") from error
+    if json_digest(facts) != digest:
+        raise _damaged(path, "content differs from its digest")
+    for name, entry in facts["files"].items():
+        try:
+            size = (directory / name).stat().st_size
+        except FileNotFoundError:
+            raise _damaged(directory / name, "missing") from None
+        if size != entry["bytes"] or (full and _entry(directory / name) != entry):
+            raise _damaged(directory / name, f"differs from its record ({size} bytes, expected {entry['bytes']})")
+    return facts
+
+
+def load_head(directory: Path) -> TargetHead:
+    """Load embedding, head and norm.
+
+    Args:
+        directory: ``STORE/target``.
+
+    Raises:
+        IntegrityError: ``store-damaged``.
+    """
+    from safetensors.torch import load_file
+
+    facts = check_target(directory, full=False)
+    tensors = load_file(directory / _HEAD_FILE)
+    embed = tensors["embed_tokens.weight"]
+    return TargetHead(embed, embed if facts["tied"] else tensors["lm_head.weight"], tensors["norm.weight"], facts)
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    narrow = tensor.to(torch.bfloat16)
+    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+
+
+def _damaged(path: Path, what: str) -> IntegrityError:
+    return IntegrityError(
+        "store-damaged", f"target/{path.name}: {what}", hint="hscache build makes it again when it is gone"
+    )

@@ -1,0 +1,171 @@
+"""Where each sample lies: derived from the shards, never the truth itself.
+
+A shard's own ``zarr.json`` is the record of what it holds. ``finalize`` gathers those records into ``index.parquet`` so
+that opening a store of thousands of shards reads one file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from hscache.errors import FormatError, InputError, IntegrityError
+from hscache.store.durable import replace_file
+from hscache.store.layout import FORMAT_VERSION, StorePaths, json_digest, shard_name
+from hscache.store.shard_writer import ATTRIBUTES_KEY
+
+SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("corpus_row", pa.int64()),
+        ("shard", pa.int32()),
+        ("start", pa.int64()),
+        ("n_tokens", pa.int64()),
+        ("loss_start", pa.int64()),
+        ("n_loss", pa.int64()),
+        ("digest", pa.string()),
+        ("status", pa.string()),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+        ("tag", pa.string()),
+    ]
+)
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """Read ``STORE/manifest.json``.
+
+    Raises:
+        InputError: ``not-a-store``.
+        FormatError: ``format-version``.
+        IntegrityError: ``store-damaged``.
+    """
+    path = StorePaths(root).manifest
+    try:
+        document = json.loads(path.read_bytes())
+        version = document["format_version"]
+        sealed = dict(document)
+        digest = sealed.pop("digest")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise InputError(
+            "not-a-store",
+            f"{root}: no hscache store here (no manifest.json)",
+            hint="hscache build MANIFEST --out STORE",
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"not readable as a manifest: {error}") from error
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise FormatError(
+            "format-version",
+            f"{root}: format version {version}; this hscache reads up to {FORMAT_VERSION}",
+            hint="upgrade hscache",
+        )
+    if json_digest(sealed) != digest:
+        raise _damaged(path, "content differs from its digest")
+    return dict(document)
+
+
+def read_shard(path: Path) -> dict[str, Any]:
+    """Read and check the attributes of one committed shard.
+
+    Args:
+        path: ``STORE/shards/NNNNN.zarr``.
+
+    Returns:
+        The ``hscache`` attributes: sample table, files, digests, provenance, health.
+
+    Raises:
+        IntegrityError: ``store-damaged``: the group's ``zarr.json`` is missing, not JSON, or differs from its digest.
+    """
+    try:
+        attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
+        body, digest = attributes[ATTRIBUTES_KEY], attributes["hscache_digest"]
+    except FileNotFoundError as error:
+        raise _damaged(path / "zarr.json", "missing") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path / "zarr.json", f"not readable: {error}") from error
+    if json_digest(body) != digest:
+        raise _damaged(path / "zarr.json", "content differs from its digest")
+    return dict(body)
+
+
+def committed_shards(root: Path) -> list[int]:
+    """Return the numbers of the shards that exist, ascending. A shard exists when its ``zarr.json`` does."""
+    return sorted(int(path.parent.stem) for path in StorePaths(root).shards.glob("[0-9]*.zarr/zarr.json"))
+
+
+def read_plan(root: Path) -> pa.Table:
+    """Read ``plan.parquet``; the caller checks its digest against the manifest."""
+    path = StorePaths(root).plan
+    try:
+        return pq.read_table(path)
+    except (FileNotFoundError, pa.ArrowInvalid, OSError) as error:
+        raise _damaged(path, f"not readable: {error}") from error
+
+
+def build_index(root: Path, *, skip_damaged: bool = False) -> pa.Table:
+    """Gather the sample tables of all committed shards, and the plan's rejections, in corpus order.
+
+    Args:
+        root: Store.
+        skip_damaged: Leave out shards whose record cannot be read instead of raising.
+    """
+    plan = read_plan(root)
+    tags = dict(zip(plan["corpus_row"].to_pylist(), plan["tag"].to_pylist(), strict=True))
+    columns: dict[str, list[Any]] = {field.name: [] for field in SCHEMA}
+    for shard in committed_shards(root):
+        try:
+            samples = read_shard(StorePaths(root).shard(shard))["samples"]
+        except IntegrityError:
+            if skip_damaged:
+                continue
+            raise
+        n = len(samples["sample_id"])
+        for name, values in samples.items():
+            columns[name] += values
+        columns["shard"] += [shard] * n
+        columns["status"] += ["rejected" if reason else "ok" for reason in samples["reason"]]
+        columns["tag"] += [tags.get(row) for row in samples["corpus_row"]]
+    rejected = plan.filter(pc.equal(plan["status"], "rejected")).to_pydict()
+    n = len(rejected["sample_id"])
+    for name in ("sample_id", "corpus_row", "n_tokens", "status", "reason", "detail", "tag"):
+        columns[name] += rejected[name]
+    for name, value in (("shard", -1), ("start", -1), ("loss_start", -1), ("n_loss", 0), ("digest", "")):
+        columns[name] += [value] * n
+    return pa.table(columns, schema=SCHEMA).sort_by("corpus_row")
+
+
+def finalize(root: Path, staging: Path) -> pa.Table:
+    """Derive ``index.parquet`` from the shards and return it."""
+    index = build_index(root)
+    replace_file(StorePaths(root).index, parquet_bytes(index), staging)
+    return index
+
+
+def parquet_bytes(table: pa.Table) -> bytes:
+    """Return a table as zstd parquet."""
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+def load_index(root: Path) -> pa.Table:
+    """Return the index from ``index.parquet``, or from the shards while a build is unfinished."""
+    path = StorePaths(root).index
+    if not path.exists():
+        return build_index(root)
+    try:
+        return pq.read_table(path, schema=SCHEMA)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _damaged(path, f"not readable: {error}") from error
+
+
+def _damaged(path: Path, what: str) -> IntegrityError:
+    name = path if path.name != "zarr.json" else f"{shard_name(int(path.parent.stem))}/zarr.json"
+    return IntegrityError("store-damaged", f"{name}: {what}", hint="hscache verify STORE --level full")

@@ -1,0 +1,205 @@
+"""Format v1: names, shapes, element types and exact sizes of everything in a store.
+
+::
+
+    STORE/
+      manifest.json            resolved manifest, target, corpus and plan; written first, never changed afterwards
+      plan.parquet             one row per corpus row: which shard, which place in it, or why it was rejected
+      shards/00000.zarr/       one standalone Zarr v3 group per shard; its zarr.json is written last
+        hidden_states          [T, L, H] uint16 (bf16 bits)   T = tokens of the shard, L = taps
+        final_state            [T, H]    uint16 (bf16 bits)   after the final norm
+        input_ids              [T] int32
+        loss_mask              [T] uint8
+        logit_ids              [S, k] int32                   S = supervised tokens of the shard
+        logit_logprobs         [S, k] float16                 relative to the full softmax, never renormalised
+        logit_lse              [S] float32                    logsumexp of the full logits
+      target/                  embedding, head, final norm, config and tokenizer of the target
+      index.parquet            derived from the shards: where each sample lies, its digest and status
+      staging/                 work in progress
+
+The token axis is flat and unpadded; a sample is a row range. A *supervised* token is one with ``loss_mask`` 1 and a
+predecessor (position 0 has no state that could predict it); row r of the logit arrays is the distribution that
+predicted the r-th supervised token, computed at the position before it.
+
+Every array has fill value NaN (or an impossible id), because a missing chunk reads back as fill value, without an
+error, in every Zarr reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+FORMAT_VERSION = 1
+BF16_NAN = 0x7FC0
+_CRC_BYTES = 4
+_INDEX_ENTRY_BYTES = 16
+_SMALL_CHUNK_ROWS = 4096
+_LOGIT_CHUNK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a shard.
+
+    Attributes:
+        name: Directory name inside the group.
+        dtype: Stored element type.
+        inner: Shape behind the row axis.
+        axis: ``tokens``: a row per token; ``loss``: a row per supervised token.
+        chunk_rows: Rows of one inner chunk.
+        fill: Zarr ``fill_value`` as metadata JSON holds it.
+        logical_dtype: ``bfloat16`` where the stored integers are bf16 bits.
+        packed: Whether the store's codec applies; small arrays stay raw.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    inner: tuple[int, ...]
+    axis: Literal["tokens", "loss"]
+    chunk_rows: int
+    fill: int | str
+    logical_dtype: str
+    packed: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one unpacked row."""
+        return math.prod(self.inner) * self.dtype.itemsize
+
+    @property
+    def fill_scalar(self) -> Any:
+        """The fill value as a scalar of the stored element type."""
+        return self.dtype.type(float("nan") if self.fill == "NaN" else self.fill)
+
+    def n_chunks(self, rows: int) -> int:
+        """Inner chunks that hold ``rows`` rows."""
+        return -(-rows // self.chunk_rows)
+
+    def raw_file_bytes(self, rows: int) -> int:
+        """Exact size of the data file without packing: whole chunks with their checksums, then the shard index."""
+        n = self.n_chunks(rows)
+        if n == 0:
+            return 0
+        return n * (self.chunk_rows * self.row_bytes + _CRC_BYTES) + n * _INDEX_ENTRY_BYTES + _CRC_BYTES
+
+
+def array_specs(*, n_taps: int, hidden_size: int, final_state: bool, topk: int, chunk_tokens: int) -> list[ArraySpec]:
+    """Return the arrays of a store, in the order in which sample digests take them.
+
+    Args:
+        n_taps: Number of tapped decoder blocks.
+        hidden_size: Width H of a state.
+        final_state: Whether the post-norm state is kept.
+        topk: Log-probabilities per supervised token; 0 for no logit arrays.
+        chunk_tokens: Rows of a chunk of the state arrays.
+    """
+    u16, i32, u8 = np.dtype("<u2"), np.dtype("<i4"), np.dtype("u1")
+    small = {"chunk_rows": _SMALL_CHUNK_ROWS, "packed": False}
+    specs = [
+        ArraySpec("input_ids", i32, (), "tokens", fill=-1, logical_dtype="int32", **small),  # type: ignore[arg-type]
+        ArraySpec("loss_mask", u8, (), "tokens", fill=255, logical_dtype="uint8", **small),  # type: ignore[arg-type]
+        ArraySpec("hidden_states", u16, (n_taps, hidden_size), "tokens", chunk_tokens, BF16_NAN, "bfloat16", True),
+    ]
+    if final_state:
+        specs.append(ArraySpec("final_state", u16, (hidden_size,), "tokens", chunk_tokens, BF16_NAN, "bfloat16", True))
+    if topk:
+        f16, f32, rows = np.dtype("<f2"), np.dtype("<f4"), _LOGIT_CHUNK_ROWS
+        specs += [
+            ArraySpec("logit_ids", i32, (topk,), "loss", rows, -1, "int32", False),
+            ArraySpec("logit_logprobs", f16, (topk,), "loss", rows, "NaN", "float16", False),
+            ArraySpec("logit_lse", f32, (), "loss", rows, "NaN", "float32", False),
+        ]
+    return specs
+
+
+def array_metadata(spec: ArraySpec, rows: int, inner_codecs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the array's ``zarr.json``: one Zarr shard object for all its rows, chunk keys with "."."""
+    tail = list(spec.inner)
+    outer = [max(1, spec.n_chunks(rows)) * spec.chunk_rows, *tail]
+    crc_index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    sharding = {
+        "chunk_shape": [spec.chunk_rows, *tail],
+        "codecs": inner_codecs,
+        "index_codecs": crc_index,
+        "index_location": "end",
+    }
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [rows, *tail],
+        "data_type": spec.dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": outer}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": spec.fill,
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        "attributes": {"logical_dtype": spec.logical_dtype},
+        "storage_transformers": [],
+    }
+
+
+def data_file_name(spec: ArraySpec) -> str:
+    """Return the name of the array's only data file: ``c.0.0.0`` for three dimensions."""
+    return "c" + ".0" * (1 + len(spec.inner))
+
+
+def shard_name(shard: int) -> str:
+    """Return the directory name of a shard below ``shards/``."""
+    return f"{shard:05d}.zarr"
+
+
+def canonical_json(value: object) -> bytes:
+    """Return the one JSON text of a value: sorted keys, no spaces, so that equal values have equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def json_digest(value: object) -> str:
+    """Return the sha256 of a value's canonical JSON, in hex."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+@dataclass(frozen=True)
+class StorePaths:
+    """Where the parts of a store lie."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        """Resolved manifest, first file of a store."""
+        return self.root / "manifest.json"
+
+    @property
+    def plan(self) -> Path:
+        """One row per corpus row."""
+        return self.root / "plan.parquet"
+
+    @property
+    def index(self) -> Path:
+        """Derived by ``finalize``."""
+        return self.root / "index.parquet"
+
+    @property
+    def shards(self) -> Path:
+        """Committed shards."""
+        return self.root / "shards"
+
+    @property
+    def staging(self) -> Path:
+        """Work in progress."""
+        return self.root / "staging"
+
+    @property
+    def target(self) -> Path:
+        """What a trainer needs of the target."""
+        return self.root / "target"
+
+    def shard(self, shard: int) -> Path:
+        """Group directory of one shard."""
+        return self.shards / shard_name(shard)

@@ -1,0 +1,258 @@
+"""Run batches through the target and hand out what the store keeps, sample by sample.
+
+::
+
+    rows of one forward batch
+      -> right-padded ids with an explicit mask, one forward pass, hooks on the tapped blocks
+      -> valid rows of each tap, rounded to bf16, packed [N, L, H]; final state; top-k of supervised tokens
+      -> host copy on a side stream (CUDA), while the next batch runs
+      -> per sample: arrays, or a reason
+
+Taps come from forward hooks, the only way to see the last block's output (HF replaces it by the post-norm state).
+Samples are never packed into one sequence: linear-attention state would leak from one into the next. No tensor of
+[all tokens, vocabulary] exists: the head runs on supervised rows only, a slice at a time.
+
+Shape suffixes: B batch, S padded width, N valid tokens, L taps, H hidden size, R supervised rows, K top-k,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hscache.checks import RowStats, find_fault, reduce_rows
+from hscache.console import say
+from hscache.plan import CorpusRow, supervised
+from hscache.target.loading import LoadedTarget
+
+_HEAD_SLICE_ELEMENTS = 1 << 26  # 256 MiB of float32 logits at a time
+_BF16_ARRAYS = ("hidden_states", "final_state")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One sample with its arrays as the store keeps them, or the reason why there are none.
+
+    Attributes:
+        row: The corpus row.
+        arrays: Array name -> host array in the stored element type; empty when rejected.
+        stats: Row statistics of taps and final state; None when rejected.
+        reason: Reason code, empty when the sample is good.
+        detail: What was seen.
+    """
+
+    row: CorpusRow
+    arrays: dict[str, NDArray[Any]]
+    stats: RowStats | None
+    reason: str = ""
+    detail: str = ""
+
+
+class Pending:
+    """A forward batch whose results are on their way to the host.
+
+    Args:
+        rows: Its samples.
+        taps: Tapped blocks, for messages.
+        tensors: Results on the host, possibly still being written.
+        fault: Reason and detail that hold for the whole batch.
+        event: Set when the copies are done; None on the CPU.
+    """
+
+    def __init__(
+        self,
+        rows: list[CorpusRow],
+        taps: tuple[int, ...],
+        tensors: dict[str, torch.Tensor],
+        fault: tuple[str, str] = ("", ""),
+        event: torch.cuda.Event | None = None,
+    ) -> None:
+        self._rows, self._taps, self._tensors, self._fault, self._event = rows, taps, tensors, fault, event
+
+    def samples(self) -> Iterator[Captured]:
+        """Wait for the copies, check each sample, and yield it. Safe to call from another thread."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._fault[0]:
+            yield from (Captured(row, {}, None, *self._fault) for row in self._rows)
+            return
+        stats = RowStats.join(*(self._reductions(prefix) for prefix in ("taps", "final")))
+        start, loss_start = 0, 0
+        for row in self._rows:
+            assert row.input_ids is not None
+            assert row.loss_mask is not None
+            stop, loss_stop = start + len(row.input_ids), loss_start + supervised(row.loss_mask)
+            arrays: dict[str, NDArray[Any]] = {"input_ids": row.input_ids, "loss_mask": row.loss_mask}
+            for name, tensor in self._tensors.items():
+                if name in _BF16_ARRAYS:
+                    arrays[name] = tensor[start:stop].view(torch.int16).numpy().view(np.uint16)
+                elif name.startswith("logit_"):
+                    arrays[name] = tensor[loss_start:loss_stop].numpy()
+            yield self._checked(row, arrays, stats.rows(start, stop))
+            start, loss_start = stop, loss_stop
+
+    def _reductions(self, prefix: str) -> list[torch.Tensor]:
+        return [self._tensors[f"{prefix}.{name}"] for name in RowStats.__dataclass_fields__]
+
+    def _checked(self, row: CorpusRow, arrays: dict[str, NDArray[Any]], stats: RowStats) -> Captured:
+        reason, detail = find_fault(stats, self._taps)
+        if not reason and "logit_lse" in arrays and not np.isfinite(arrays["logit_lse"]).all():
+            reason, detail = "non-finite", "logits"
+        return Captured(row, {}, None, reason, detail) if reason else Captured(row, arrays, stats)
+
+
+class Capturer:
+    """Runs forward batches of a loaded target.
+
+    Args:
+        target: The target.
+        taps: 0-based decoder blocks.
+        final_state: Keep the state after the final norm.
+        topk: Log-probabilities per supervised token; 0 for none.
+    """
+
+    def __init__(self, target: LoadedTarget, taps: tuple[int, ...], *, final_state: bool, topk: int) -> None:
+        self._target, self._taps, self._final_state, self._topk = target, taps, final_state, topk
+        self._copy_stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
+        self.oom_splits = 0
+        """How often a batch was halved for lack of memory."""
+
+    def start(self, rows: list[CorpusRow]) -> list[Pending]:
+        """Run one forward batch; halve it as long as it does not fit into memory.
+
+        Args:
+            rows: Samples in plan order.
+
+        Returns:
+            The batch, or its parts in order; a single sample that does not fit is rejected as ``out-of-memory``.
+        """
+        try:
+            return [self._forward(rows)]
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
+            message = str(error).splitlines()[0]
+        # here, not in the handler: the exception's frames hold the tensors that did not fit
+        if self._target.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if len(rows) == 1:
+            return [Pending(rows, self._taps, {}, ("out-of-memory", message))]
+        self.oom_splits += 1
+        half = (len(rows) + 1) // 2
+        say(f"out of memory with {len(rows)} samples in a batch: going on with {half}")
+        return self.start(rows[:half]) + self.start(rows[half:])
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[CorpusRow]) -> Pending:
+        device = self._target.device
+        lengths = [len(_ids(row)) for row in rows]
+        width = max(lengths)
+        ids_BS = np.zeros((len(rows), width), np.int64)
+        mask_BS = np.zeros_like(ids_BS)
+        for i, row in enumerate(rows):
+            ids_BS[i, : lengths[i]], mask_BS[i, : lengths[i]] = _ids(row), 1
+        flat_N = np.flatnonzero(mask_BS)
+        valid_N = torch.from_numpy(flat_N).to(device)
+        states_NLH = torch.empty(
+            (len(flat_N), len(self._taps), self._target.shape.hidden_size), dtype=torch.bfloat16, device=device
+        )
+        with self._hooks(states_NLH, valid_N, ids_BS.shape) as seen:
+            final_BSH = self._target.backbone(
+                input_ids=torch.from_numpy(ids_BS).to(device),
+                attention_mask=torch.from_numpy(mask_BS).to(device),
+                use_cache=False,
+            ).last_hidden_state
+        if short := self._length_fault(seen, final_BSH, ids_BS.shape):
+            return Pending(rows, self._taps, {}, ("length-mismatch", short))
+        final_NH = final_BSH.flatten(0, 1).index_select(0, valid_N)
+        results = {"hidden_states": states_NLH}
+        if self._final_state:
+            results["final_state"] = final_NH.to(torch.bfloat16)
+        if self._topk:
+            results.update(self._top_logits(final_NH, rows))
+        for prefix, states in (("taps", states_NLH), ("final", final_NH[:, None].to(torch.bfloat16))):
+            reductions = zip(RowStats.__dataclass_fields__, reduce_rows(states), strict=True)
+            results.update({f"{prefix}.{name}": tensor for name, tensor in reductions})
+        return self._to_host(rows, results)
+
+    @contextmanager
+    def _hooks(
+        self, states_NLH: torch.Tensor, valid_N: torch.Tensor, shape: tuple[int, ...]
+    ) -> Iterator[dict[int, tuple[int, ...]]]:
+        """Let each tapped block write its valid rows into its column; yields block -> [B, S] that it returned."""
+        seen: dict[int, tuple[int, ...]] = {}
+
+        def hook(column: int, tap: int, output: Any) -> None:
+            block_BSH = output[0] if isinstance(output, tuple) else output
+            seen[tap] = tuple(block_BSH.shape[:2])
+            if seen[tap] == tuple(shape):
+                states_NLH[:, column] = block_BSH.flatten(0, 1).index_select(0, valid_N)
+
+        handles = [
+            self._target.layers[tap].register_forward_hook(
+                lambda _module, _args, output, column=column, tap=tap: hook(column, tap, output)
+            )
+            for column, tap in enumerate(self._taps)
+        ]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _length_fault(self, seen: dict[int, tuple[int, ...]], final_BSH: torch.Tensor, shape: tuple[int, ...]) -> str:
+        for tap in self._taps:
+            if seen.get(tap) != tuple(shape):
+                return f"tap {tap}: states of shape {seen.get(tap, 'none')}, ids of shape {tuple(shape)}"
+        if tuple(final_BSH.shape[:2]) != tuple(shape):
+            return f"final state: shape {tuple(final_BSH.shape[:2])}, ids of shape {tuple(shape)}"
+        return ""
+
+    def _top_logits(self, final_NH: torch.Tensor, rows: list[CorpusRow]) -> dict[str, torch.Tensor]:
+        """Return the distribution that predicted each supervised token: row t-1 through the head."""
+        before, start = [], 0
+        for row in rows:
+            assert row.loss_mask is not None
+            before.append(start + np.flatnonzero(row.loss_mask[1:]))
+            start += len(row.loss_mask)
+        before_R = torch.from_numpy(np.concatenate(before)).to(final_NH.device)
+        rows_per_slice = max(1, _HEAD_SLICE_ELEMENTS // self._target.shape.vocab_size)
+        parts: list[tuple[torch.Tensor, ...]] = []
+        for slice_R in before_R.split(rows_per_slice):
+            logits_RV = self._target.relation.apply(self._target.head(final_NH.index_select(0, slice_R)))
+            lse_R = torch.logsumexp(logits_RV, dim=-1)
+            top_RK, ids_RK = logits_RV.topk(self._topk, dim=-1)
+            parts.append((ids_RK.to(torch.int32), (top_RK - lse_R[:, None]).to(torch.float16), lse_R))
+        names = ("logit_ids", "logit_logprobs", "logit_lse")
+        return {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
+
+    def _to_host(self, rows: list[CorpusRow], results: dict[str, torch.Tensor]) -> Pending:
+        if self._copy_stream is None:
+            return Pending(rows, self._taps, results)
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._target.device))
+        host = {}
+        with torch.cuda.stream(self._copy_stream):
+            for name, tensor in results.items():
+                host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                host[name].copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._copy_stream)  # its memory must outlive the copy
+            event = torch.cuda.Event()
+            event.record(self._copy_stream)
+        return Pending(rows, self._taps, host, event=event)
+
+
+def _ids(row: CorpusRow) -> NDArray[np.int32]:
+    assert row.input_ids is not None
+    return row.input_ids
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Tell lack of memory from other errors; the CPU's allocator raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,177 @@
+"""What a target is, read from its directory without loading weights: shape, taps, and digests of its files.
+
+A plan needs the shape alone; a build also needs to know that the weights and the tokenizer are the ones of the store
+that it continues. Digests are sha256 of file contents; hashing 54 GB takes a minute or two, and ``fast`` replaces it by
+size and modification time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hscache.console import say
+from hscache.errors import ConfigError, EnvironmentFault
+from hscache.manifest import BuildManifest, TargetShape, TargetSpec
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model",
+)  # fmt: skip
+
+
+def resolve_path(spec: TargetSpec, *, download: bool) -> Path | None:
+    """Return the target's local directory.
+
+    Args:
+        spec: Target section of a manifest; ``path`` is a directory, or else a hub id.
+        download: Fetch a hub id that is not in the local cache; otherwise return None for it.
+
+    Raises:
+        EnvironmentFault: ``target-missing``.
+    """
+    local = Path(spec.path).expanduser()
+    if local.is_dir():
+        return local
+    is_hub_id = spec.path.count("/") == 1 and not spec.path.startswith((".", "/", "~"))
+    if not is_hub_id:
+        if not download:
+            return None
+        raise EnvironmentFault(
+            "target-missing", f"{local}: no such target directory", hint="make assets fetches the demo's target"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(spec.path, revision=spec.revision, local_files_only=not download))
+    except Exception as error:  # the hub client raises many kinds, network ones among them
+        if not download:
+            return None
+        raise EnvironmentFault(
+            "target-missing",
+            f"{spec.path}: neither a directory nor a hub repository that can be fetched ({error})",
+            hint="set target.path to a local checkpoint: --set target.path=DIR",
+        ) from error
+
+
+def text_config(directory: Path) -> dict[str, Any]:
+    """Return the language model's part of ``config.json``; a vision-language config nests it in ``text_config``.
+
+    Raises:
+        EnvironmentFault: ``target-config``.
+    """
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault("target-config", f"{directory}/config.json: {error}") from error
+    return {**config, **config.get("text_config", {})}
+
+
+def read_shape(spec: TargetSpec, directory: Path | None) -> TargetShape:
+    """Return layers, width and vocabulary from the checkpoint's config, or as declared when there is no checkpoint.
+
+    Raises:
+        ConfigError: ``target-facts-mismatch`` when both exist and differ.
+        EnvironmentFault: ``target-missing`` when neither exists; ``target-config``.
+    """
+    if directory is None:
+        if spec.shape is None:
+            raise EnvironmentFault(
+                "target-missing",
+                f"{spec.path}: no local checkpoint, and the manifest declares no target.shape",
+                hint="--set target.path=DIR, or declare target.shape to plan without weights",
+            )
+        return spec.shape
+    config = text_config(directory)
+    try:
+        found = TargetShape(
+            num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"], vocab_size=config["vocab_size"]
+        )
+    except (KeyError, ValueError) as error:
+        raise EnvironmentFault("target-config", f"{directory}/config.json: {error} is missing or wrong") from error
+    if spec.shape is not None and spec.shape != found:
+        differing = [
+            f"{name}: manifest {value}, checkpoint {getattr(found, name)}"
+            for name, value in spec.shape
+            if value != getattr(found, name)
+        ]
+        raise ConfigError(
+            "target-facts-mismatch",
+            f"target.shape differs from {directory}/config.json: {'; '.join(differing)}",
+            hint="is target.path the checkpoint that this manifest is for?",
+        )
+    return found
+
+
+def resolve_taps(manifest: BuildManifest, shape: TargetShape) -> BuildManifest:
+    """Return the manifest with its taps as numbers and its shape filled in.
+
+    The default rule is ``round(linspace(1, L-3, 5))``. Most released drafters use other taps: theirs are in their
+    config.
+
+    Raises:
+        ConfigError: ``taps-invalid``.
+    """
+    taps = manifest.states.taps
+    if taps == "default":
+        taps = tuple(int(i) for i in np.round(np.linspace(1, shape.num_layers - 3, 5)))
+        say(f"taps by the default rule: {list(taps)}; most released drafters use others, named in their config")
+    if list(taps) != sorted(set(taps)) or max(taps) >= shape.num_layers or min(taps) < 0:
+        raise ConfigError(
+            "taps-invalid",
+            f"states.taps {list(taps)}: expected ascending, distinct blocks from 0 to {shape.num_layers - 1}",
+            hint="tap i is the output of decoder block i (HF hidden_states[i+1])",
+        )
+    return manifest.model_copy(
+        update={
+            "states": manifest.states.model_copy(update={"taps": taps}),
+            "target": manifest.target.model_copy(update={"shape": shape}),
+        }
+    )
+
+
+def file_digests(directory: Path, *, fast: bool) -> dict[str, dict[str, str]]:
+    """Return digests of the files that decide a target's states and its token ids.
+
+    Args:
+        directory: Checkpoint directory.
+        fast: Size and modification time instead of sha256 for the weights.
+
+    Returns:
+        ``{"weights": {file: digest}, "config": {...}, "tokenizer": {...}}``.
+
+    Raises:
+        EnvironmentFault: ``target-missing`` when there are no safetensors weights.
+    """
+    weights = sorted(directory.glob("*.safetensors"))
+    if not weights:
+        raise EnvironmentFault(
+            "target-missing",
+            f"{directory}: no *.safetensors weights",
+            hint="convert the checkpoint with save_pretrained",
+        )
+    tokenizer = [directory / name for name in _TOKENIZER_FILES if (directory / name).exists()]
+    return {
+        "weights": {path.name: _fast(path) if fast else _sha256(path) for path in weights},
+        "config": {"config.json": _sha256(directory / "config.json")},
+        "tokenizer": {path.name: _sha256(path) for path in tokenizer},
+    }
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Return the tokenizer's files of a checkpoint directory."""
+    return [directory / name for name in _TOKENIZER_FILES if (directory / name).exists()]
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fast(path: Path) -> str:
+    stat = path.stat()
+    return f"size-mtime:{stat.st_size}-{stat.st_mtime_ns}"

@@ -1,0 +1,385 @@
+"""Prove that a store is whole and right, or say exactly what is not.
+
+``quick`` reads records and sizes: every planned shard is there, belongs to this manifest, and has its files. ``full``
+also reads every byte: file and sample digests, ids, masks, the health battery of :mod:`hscache.checks`, statistics
+against the record, and a self-check that ``lm_head(final_state)`` gives the stored top-k. Nothing is repaired here, and
+reading goes through zarr-python, not through the code that wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import xxhash
+import zarr
+from numpy.typing import NDArray
+
+from hscache.checks import Health, RowStats, find_fault, reduce_rows
+from hscache.console import Progress
+from hscache.errors import HscacheError, IntegrityError
+from hscache.plan import PLAN_SCHEMA
+from hscache.store.head import TargetHead, check_target, load_head
+from hscache.store.index import SCHEMA, build_index, committed_shards, read_manifest, read_plan, read_shard
+from hscache.store.layout import ArraySpec, StorePaths, json_digest, shard_name
+from hscache.store.reader import as_torch, specs_of
+
+if TYPE_CHECKING:
+    import torch
+
+FINDINGS: dict[str, str] = {
+    "plan-damaged": "plan.parquet is unreadable or not the plan of the manifest",
+    "shard-missing": "a planned shard does not exist",
+    "shard-extra": "a shard that the plan does not have",
+    "shard-record": "a shard's zarr.json is unreadable or differs from its digest",
+    "shard-foreign": "a shard that was built for another manifest",
+    "shard-samples": "a shard's sample table differs from the plan",
+    "file-missing": "a file of a shard does not exist",
+    "file-size": "a file of a shard has another size than recorded",
+    "file-extra": "a file that no shard record names",
+    "file-content": "a file of a shard differs from its digest",
+    "array-unreadable": "zarr cannot read an array",
+    "sample-digest": "a sample's bytes differ from its digest",
+    "sample-ids": "a token id outside the vocabulary",
+    "sample-mask": "a loss mask with other values than 0 and 1, or another count than recorded",
+    "sample-states": "a sample fails the health battery",
+    "statistics-record": "a shard's statistics differ from its record",
+    "statistics-outlier": "a shard's states are of another magnitude than the store's",
+    "index-stale": "index.parquet is missing, unreadable or differs from the shards",
+    "target-damaged": "a file of target/ is missing or altered",
+    "head-mismatch": "lm_head(final state) does not give the stored top-k",
+}
+"""What ``verify`` can find: code -> meaning."""
+
+# A shard's typical magnitude against the median shard's, per tap; lengths and topics move it by a few percent.
+_OUTLIER_FACTOR = 2.0
+_STATISTICS_RTOL = 1e-3
+# The self-check compares log-probabilities taken from the unrounded state with those of the stored bf16 one. Rounding
+# moves them by a few hundredths at most on real models; another norm or layer moves them by whole nats.
+_HEAD_ROWS_PER_SHARD = 32
+_HEAD_LIMIT_NATS = 0.25
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as it should be.
+
+    Attributes:
+        code: Key of :data:`FINDINGS`.
+        where: Shard, file or sample.
+        detail: Got and expected.
+        shard: Shard to rebuild, or None when it is not a shard's affair.
+    """
+
+    code: str
+    where: str
+    detail: str
+    shard: int | None = None
+
+
+@dataclass
+class VerifyReport:
+    """What was checked and what was found.
+
+    Attributes:
+        store: Store directory.
+        level: ``quick`` or ``full``.
+        findings: In the order of discovery; empty for a good store.
+        shards: Planned shards.
+        samples: Samples checked.
+        tokens: Their tokens.
+        rejected: Samples recorded as rejected.
+        head_rows: Rows of the self-check.
+        head_error_nats: Mean absolute difference of log-probabilities in the self-check, or None where it cannot run.
+    """
+
+    store: str
+    level: str
+    findings: list[Finding] = field(default_factory=list)
+    shards: int = 0
+    samples: int = 0
+    tokens: int = 0
+    rejected: int = 0
+    head_rows: int = 0
+    head_error_nats: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def verify(root: Path, level: Literal["quick", "full"] = "full") -> VerifyReport:
+    """Check a store.
+
+    Args:
+        root: Store directory.
+        level: ``quick`` or ``full``.
+
+    Raises:
+        HscacheError: When there is no store, or its ``manifest.json`` cannot be trusted: nothing can be checked then.
+    """
+    document = read_manifest(root)
+    return _Verifier(root, document, full=level == "full").run()
+
+
+class _Verifier:
+    def __init__(self, root: Path, document: dict[str, Any], *, full: bool) -> None:
+        self._root, self._paths, self._document, self._full = root, StorePaths(root), document, full
+        self._specs = specs_of(document)
+        self._taps: list[int] = document["manifest"]["states"]["taps"]
+        self._report = VerifyReport(str(root), "full" if full else "quick", shards=document["plan"]["shards"])
+        self._typical: dict[int, list[float]] = {}
+        self._head: TargetHead | None = None
+        self._head_errors: list[float] = []
+
+    def run(self) -> VerifyReport:
+        plan = self._plan()
+        self._target()
+        present = set(committed_shards(self._root))
+        planned = range(self._report.shards)
+        total = self._document["plan"]["tokens"]
+        progress = Progress("verify", total, "tok") if self._full else None
+        for shard in planned:
+            if shard not in present:
+                self._find("shard-missing", shard_name(shard), "planned, not there", shard)
+                continue
+            tokens = self._shard(shard, plan)
+            if progress is not None:
+                progress.advance(tokens)
+        if progress is not None:
+            progress.close()
+        for shard in sorted(present - set(planned)):
+            self._find("shard-extra", shard_name(shard), f"the plan has {len(planned)} shards", shard)
+        self._magnitudes()
+        self._index()
+        if self._head_errors:
+            self._report.head_error_nats = float(np.mean(self._head_errors))
+            self._report.head_rows = len(self._head_errors)
+        return self._report
+
+    def _find(self, code: str, where: str, detail: str, shard: int | None = None) -> None:
+        assert code in FINDINGS, code
+        self._report.findings.append(Finding(code, where, detail, shard))
+
+    def _plan(self) -> pa.Table | None:
+        try:
+            plan = read_plan(self._root)
+        except IntegrityError as error:
+            self._find("plan-damaged", "plan.parquet", error.message)
+            return None
+        if not plan.schema.equals(PLAN_SCHEMA) or (
+            json_digest({name: plan[name].to_pylist() for name in PLAN_SCHEMA.names})
+            != self._document["plan"]["digest"]
+        ):
+            self._find("plan-damaged", "plan.parquet", "not the plan of manifest.json")
+            return None
+        return plan
+
+    def _target(self) -> None:
+        try:
+            check_target(self._paths.target, full=self._full)
+            if self._full:
+                self._head = load_head(self._paths.target)
+        except IntegrityError as error:
+            self._find("target-damaged", "target/", error.message)
+
+    def _shard(self, shard: int, plan: pa.Table | None) -> int:
+        """Check one shard; return its tokens."""
+        path, name = self._paths.shard(shard), shard_name(shard)
+        try:
+            body = read_shard(path)
+        except IntegrityError as error:
+            self._find("shard-record", name, error.message, shard)
+            return 0
+        if body["shard"] != shard or body["manifest_digest"] != self._document["digest"]:
+            self._find("shard-foreign", name, f"says it is shard {body['shard']} of another manifest", shard)
+            return 0
+        table = pa.table(body["samples"])
+        self._table(shard, table, plan)
+        whole = self._files(shard, path, body)
+        good = table.filter(pc.equal(table["reason"], "")).to_pylist()
+        self._report.samples += len(good)
+        self._report.rejected += table.num_rows - len(good)
+        tokens = sum(int(row["n_tokens"]) for row in good)
+        self._report.tokens += tokens
+        if good:
+            self._typical[shard] = body["health"]["typical_rms"]
+        if self._full and whole:
+            self._contents(shard, path, body, good)
+        return tokens
+
+    def _table(self, shard: int, table: pa.Table, plan: pa.Table | None) -> None:
+        if plan is None:
+            return
+        planned = plan.filter(pc.equal(plan["shard"], shard)).to_pylist()
+        got = [(r["sample_id"], r["corpus_row"], r["n_tokens"]) for r in table.to_pylist()]
+        wanted = [(r["sample_id"], r["corpus_row"], r["n_tokens"]) for r in planned]
+        if got != wanted:
+            self._find("shard-samples", shard_name(shard), f"{len(got)} samples, {len(wanted)} planned", shard)
+
+    def _files(self, shard: int, path: Path, body: dict[str, Any]) -> bool:
+        """Compare files with the record; return whether all are there in their size."""
+        whole = True
+        for name, entry in body["files"].items():
+            where = f"{shard_name(shard)}/{name}"
+            try:
+                found = (path / name).stat().st_size
+            except FileNotFoundError:
+                self._find("file-missing", where, f"expected {entry['bytes']} bytes", shard)
+                whole = False
+                continue
+            if found != entry["bytes"]:
+                self._find("file-size", where, f"{found} bytes, expected {entry['bytes']}", shard)
+                whole = False
+            elif self._full and _file_digest(path / name) != entry["xxh3_128"]:
+                self._find("file-content", where, "differs from its digest", shard)
+        known = {*body["files"], "zarr.json"}
+        extra = [p for p in path.rglob("*") if p.is_file() and p.relative_to(path).as_posix() not in known]
+        for file in sorted(extra):
+            self._find("file-extra", f"{shard_name(shard)}/{file.relative_to(path)}", "no record names it", shard)
+        return whole
+
+    def _contents(self, shard: int, path: Path, body: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """Read every sample of a shard: digests, ids, masks, states, statistics, self-check."""
+        try:
+            group = zarr.open_group(str(path), mode="r")
+            arrays = {spec.name: group[spec.name] for spec in self._specs}
+        except (ValueError, KeyError, OSError, TypeError) as error:
+            self._find("array-unreadable", shard_name(shard), str(error), shard)
+            return
+        health = Health(len(self._taps) + ("final_state" in arrays))
+        picks = _spread(rows, _HEAD_ROWS_PER_SHARD)
+        complete = True
+        for i, row in enumerate(rows):
+            where = f"{shard_name(shard)}: {row['sample_id']}"
+            try:
+                values = {spec.name: _rows(arrays[spec.name], spec, row) for spec in self._specs}
+            except (ValueError, OSError, RuntimeError) as error:
+                self._find("array-unreadable", where, str(error), shard)
+                complete = False
+                continue
+            stats = self._sample(where, shard, row, values)
+            if stats is not None:
+                health.add(stats)
+            if i in picks and self._head is not None:
+                self._head_check(where, shard, values, picks[i])
+        if complete and rows:
+            self._statistics(shard, body["health"], health.to_json())
+
+    def _sample(self, where: str, shard: int, row: dict[str, Any], values: dict[str, NDArray[Any]]) -> RowStats | None:
+        digest = xxhash.xxh3_128()
+        for spec in self._specs:
+            digest.update(np.ascontiguousarray(values[spec.name]).data.cast("B"))
+        if digest.hexdigest() != row["digest"]:
+            self._find("sample-digest", where, "bytes differ from the digest taken at capture", shard)
+        ids, mask = values["input_ids"], values["loss_mask"]
+        vocab = self._document["target"]["shape"]["vocab_size"]
+        if ids.min() < 0 or ids.max() >= vocab:
+            self._find("sample-ids", where, f"ids from {ids.min()} to {ids.max()}, vocabulary of {vocab}", shard)
+        if mask.max() > 1 or int(np.count_nonzero(mask[1:])) != row["n_loss"]:
+            n = int(np.count_nonzero(mask[1:]))
+            self._find("sample-mask", where, f"{n} supervised tokens, {row['n_loss']} recorded", shard)
+        stats = _stats(values)
+        reason, detail = find_fault(stats, self._taps)
+        if reason:
+            self._find("sample-states", where, f"{reason}: {detail}", shard)
+            return None
+        return stats
+
+    def _head_check(self, where: str, shard: int, values: dict[str, NDArray[Any]], count: int) -> None:
+        if self._head is None or "final_state" not in values or "logit_ids" not in values:
+            return
+        import torch
+
+        before = np.flatnonzero(values["loss_mask"][1:])
+        picks = np.unique(np.linspace(0, len(before) - 1, count).astype(int))
+        final: torch.Tensor = as_torch(values["final_state"][before[picks]], "final_state")
+        recomputed = torch.log_softmax(self._head.logits(final), dim=-1)
+        ids = torch.from_numpy(values["logit_ids"][picks]).long()
+        if int(ids.min()) < 0 or int(ids.max()) >= recomputed.shape[-1]:
+            self._find("head-mismatch", where, "stored top-k ids outside the vocabulary", shard)
+            return
+        stored = torch.from_numpy(values["logit_logprobs"][picks].astype(np.float32))
+        # weighted by probability: what the tail of a top-64 says is noise
+        weight = stored.exp()
+        error = ((recomputed.gather(-1, ids) - stored).abs() * weight).sum(-1) / weight.sum(-1)
+        worst = float(error.max())
+        self._head_errors += error.tolist()
+        if not math.isfinite(worst) or worst > _HEAD_LIMIT_NATS:
+            detail = f"log-probabilities differ by {worst:.3f} nats, limit {_HEAD_LIMIT_NATS}"
+            self._find("head-mismatch", where, detail, shard)
+
+    def _statistics(self, shard: int, recorded: dict[str, Any], found: dict[str, Any]) -> None:
+        for name in ("rms", "typical_rms", "max_abs"):
+            # without a stored final state its column, the last of the record, cannot be computed again
+            if not np.allclose(recorded[name][: len(found[name])], found[name], rtol=_STATISTICS_RTOL):
+                self._find(
+                    "statistics-record", shard_name(shard), f"{name}: {found[name]} now, {recorded[name]}", shard
+                )
+                return
+
+    def _magnitudes(self) -> None:
+        if len(self._typical) < 2:
+            return
+        shards = sorted(self._typical)
+        typical = np.array([self._typical[shard] for shard in shards])
+        ratio = typical / np.median(typical, axis=0)
+        for i, column in np.argwhere((ratio > _OUTLIER_FACTOR) | (ratio < 1 / _OUTLIER_FACTOR)):
+            name = f"tap {self._taps[column]}" if column < len(self._taps) else "final state"
+            detail = f"{name}: {ratio[i, column]:.2f} times the store's median magnitude"
+            self._find("statistics-outlier", shard_name(shards[i]), detail, shards[i])
+
+    def _index(self) -> None:
+        if len(committed_shards(self._root)) < self._report.shards:
+            return  # unfinished: there is no index yet
+        try:
+            index = pq.read_table(self._paths.index)
+        except (OSError, pa.ArrowInvalid) as error:
+            self._find("index-stale", "index.parquet", str(error))
+            return
+        try:
+            fresh = build_index(self._root)
+        except HscacheError:
+            return  # found above already
+        if not index.schema.equals(SCHEMA) or not index.equals(fresh):
+            self._find("index-stale", "index.parquet", "differs from the shards' own tables")
+
+
+def _rows(array: Any, spec: ArraySpec, row: dict[str, Any]) -> NDArray[Any]:
+    start, count = (row["start"], row["n_tokens"]) if spec.axis == "tokens" else (row["loss_start"], row["n_loss"])
+    values = np.asarray(array[start : start + count])
+    if len(values) != count or values.dtype != spec.dtype or values.shape[1:] != spec.inner:
+        raise ValueError(f"{spec.name}: {values.dtype} {values.shape}, expected {spec.dtype} {(count, *spec.inner)}")
+    return values
+
+
+def _stats(values: dict[str, NDArray[Any]]) -> RowStats:
+    states = as_torch(values["hidden_states"], "hidden_states")
+    # a store without the final state is judged by its taps alone
+    final = as_torch(values["final_state"], "final_state")[:, None] if "final_state" in values else states[:, :0]
+    return RowStats.join(*(reduce_rows(part) for part in (states, final) if part.shape[1]))
+
+
+def _spread(rows: list[dict[str, Any]], count: int) -> dict[int, int]:
+    """Return sample number -> rows to self-check, spread over a shard's samples."""
+    picks = np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int).tolist()
+    return dict.fromkeys(picks, -(-count // max(len(rows), 1)))
+
+
+def _file_digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
