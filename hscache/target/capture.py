@@ -124,17 +124,22 @@ class Capturer:
         self.oom_splits = 0
         """How often a batch was halved for lack of memory."""
 
-    def start(self, rows: list[CorpusRow]) -> list[Pending]:
+    def start(self, rows: list[CorpusRow], width: int | None = None) -> list[Pending]:
         """Run one forward batch; halve it as long as it does not fit into memory.
+
+        The halves keep the batch's padded width: on CPU the states do not depend on how many samples share a batch, but
+        their last bits depend on the width, so a machine with less memory writes the same store.
 
         Args:
             rows: Samples in plan order.
+            width: Padded width; None for the longest sample's.
 
         Returns:
             The batch, or its parts in order; a single sample that does not fit is rejected as ``out-of-memory``.
         """
+        longest = max(len(_ids(row)) for row in rows)
         try:
-            return [self._forward(rows)]
+            return [self._forward(rows, width or longest)]
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(error):
                 raise
@@ -143,17 +148,18 @@ class Capturer:
         if self._target.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(rows) == 1:
+            if (width or 0) > longest:
+                return self.start(rows)  # rather without the padding than not at all
             return [Pending(rows, self._taps, {}, ("out-of-memory", message))]
         self.oom_splits += 1
         half = (len(rows) + 1) // 2
         say(f"out of memory with {len(rows)} samples in a batch: going on with {half}")
-        return self.start(rows[:half]) + self.start(rows[half:])
+        return self.start(rows[:half], width or longest) + self.start(rows[half:], width or longest)
 
     @torch.inference_mode()
-    def _forward(self, rows: list[CorpusRow]) -> Pending:
+    def _forward(self, rows: list[CorpusRow], width: int) -> Pending:
         device = self._target.device
         lengths = [len(_ids(row)) for row in rows]
-        width = max(lengths)
         ids_BS = np.zeros((len(rows), width), np.int64)
         mask_BS = np.zeros_like(ids_BS)
         for i, row in enumerate(rows):
