@@ -307,7 +307,9 @@ def test_memory_does_not_grow_with_the_corpus(smollm2: Path, corpus: Path, tmp_p
     ids = [token for row in pq.read_table(corpus).to_pylist() for token in row["input_ids"]]
     peaks = []
     for n in (24, 240):
-        rows = [{"input_ids": (ids * 2)[i * 11 : i * 11 + 32], "loss_mask": [0] * 8 + [1] * 24} for i in range(n)]
+        rows = [
+            {"id": f"r{i}", "input_ids": ids[i * 11 : i * 11 + 32], "loss_mask": [0] * 8 + [1] * 24} for i in range(n)
+        ]
         source = tmp_path / f"{n}.parquet"
         pq.write_table(pa.Table.from_pylist(rows), source)
         code = f"""
