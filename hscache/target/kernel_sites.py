@@ -7,7 +7,7 @@ when it is imported, op by op, and no public function tells. It has done so in f
 ``closure``    (>= 5.15) the layer calls a module global made by a decorator that froze its choice in a closure. The
                global may be called ``torch_...`` and run fla.
 ``attribute``  (<= 5.14) the mixer carries callables; ``None`` in the place of the conv means "inline torch".
-``method``     (<= 5.14) the mixer has ``cuda_kernels_forward`` and ``slow_forward``, and ``forward`` picks one.
+``method``     (<= 5.14) the mixer has ``cuda_kernels_forward`` and a slow method, and ``forward`` picks one.
 ``module``     a whole submodule is another package's (fla's gated norm), or its ``forward`` was replaced by
                ``kernelize``.
 
@@ -69,6 +69,8 @@ _ALIASES = {
     "mamba2_split_conv1d_scan_combined": "mamba_split_conv1d_scan_combined",
 }
 """transformers' names for ops; needed where the wrapper's closure does not tell the package's name (5.15, 5.16)."""
+SLOW_METHODS = ("slow_forward", "torch_forward")
+"""What a mixer of transformers <= 5.14 may call the method that runs without kernels."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _ATTENTION_TYPES = re.compile(r"attention$|^attn$|^moe$|^mlp$")
 _LINEAR_ATTENTION = re.compile(r"linear|lightning|delta|kda")
@@ -139,7 +141,7 @@ class Site:
             )  # fmt: skip
         if function is None and self.op == "causal_conv1d_fn":
             # <= 5.14: a conv slot of None selects `F.silu(self.conv1d(x))` inside the mixer's own forward
-            inline = inspect.unwrap(type(self.module).forward)
+            inline = undecorated(type(self.module).forward)
             return KernelRecord(
                 self.layer, self.layer_index, self.op, self.wiring, "torch", _name(inline), source_hash(inline), calls
             )
@@ -238,6 +240,19 @@ def peel(value: object) -> tuple[Function | None, Function | None]:
     return None, hub
 
 
+def undecorated(function: Function) -> types.FunctionType:
+    """Return the function that decorators stand in front of, also those that leave no ``__wrapped__``."""
+    inner: Any = inspect.unwrap(function)
+    while "<locals>" in inner.__qualname__:
+        # transformers 5.7 to 5.14 decorates forward with a closure over it that does not name what it wraps
+        cells = [value for value in _nonlocals(inner).values() if isinstance(value, types.FunctionType)]
+        if len(cells) != 1:
+            break
+        inner = inspect.unwrap(cells[0])
+    result: types.FunctionType = inner
+    return result
+
+
 def op_name(key: str) -> str:
     """Return the kernel package's name of an op from the name of the attribute or global that holds it."""
     key = key.removeprefix("torch_")
@@ -248,8 +263,7 @@ def _mixer_sites(name: str, module: nn.Module) -> Iterator[Site]:
     cls = type(module)
     if not isinstance(getattr(cls, "forward", None), types.FunctionType) or cls.__module__.split(".")[0] == "torch":
         return
-    forward = inspect.unwrap(cls.forward)
-    index, globals_ = _layer_index(name, module), getattr(forward, "__globals__", {})
+    index, globals_ = _layer_index(name, module), undecorated(cls.forward).__globals__
     for key in sorted(_names_in_forward(cls)):
         wrapper, _ = peel(globals_.get(key))
         if wrapper is not None:
@@ -260,8 +274,8 @@ def _mixer_sites(name: str, module: nn.Module) -> Iterator[Site]:
         if op_name(key) in OPS and (value is None or callable(value)):
             reference = globals_.get(f"torch_{key}")
             yield Site(name, index, op_name(key), "attribute", module, module.__dict__, key, value, reference)
-    slow = getattr(cls, "slow_forward", None)
-    if isinstance(slow, types.FunctionType) and "cuda_kernels_forward" in vars(cls):
+    slow = next((vars(cls)[method] for method in SLOW_METHODS if method in vars(cls)), None)
+    if slow is not None and "cuda_kernels_forward" in vars(cls):
         yield Site(name, index, "mixer_forward", "method", module, module.__dict__, "cuda_kernels_forward", None, slow)
 
 
@@ -311,7 +325,7 @@ def _names_in_forward(cls: type[nn.Module]) -> set[str]:
         done.add(method)
         function = inspect.getattr_static(cls, method, None)
         if isinstance(function, types.FunctionType):
-            used = set(inspect.unwrap(function).__code__.co_names)
+            used = set(undecorated(function).__code__.co_names)
             names |= used
             todo += sorted(used - done - set(nn.Module.__dict__))
     return names
@@ -319,9 +333,9 @@ def _names_in_forward(cls: type[nn.Module]) -> set[str]:
 
 def _method_kernels(fast: object) -> set[Implementation]:
     """Return what implements the ops that a ``cuda_kernels_forward`` calls; empty when one of them is missing."""
-    function = inspect.unwrap(fast) if callable(fast) else None
-    if not isinstance(function, types.FunctionType):
+    if not isinstance(fast, types.FunctionType):
         return set()
+    function = undecorated(fast)
     names = [name for name in function.__code__.co_names if name in OPS]
     kernels = {classify(function.__globals__.get(name))[0] for name in names}
     return set() if "absent" in kernels else kernels

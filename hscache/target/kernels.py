@@ -27,12 +27,13 @@ from torch import nn
 
 from hscache.errors import ConfigError, EnvironmentFault
 from hscache.target.kernel_guards import guard_findings, import_op
-from hscache.target.kernel_sites import OPS, Function, KernelRecord, Site, classify, find_sites, op_name
+from hscache.target.kernel_sites import OPS, SLOW_METHODS, Function, KernelRecord, Site, classify, find_sites, op_name
 
 Choice = Literal["auto", "torch", "fla", "bound"]
 Force = Choice | Mapping[str, Choice]
 """One choice for all ops, or one per op name, with ``default`` for the others. ``bound`` is what transformers bound,
 even on a device where it cannot run."""
+Plans = dict[tuple[str, str], Function | None]
 Route = Callable[[Site, tuple[Any, ...], dict[str, Any]], Any]
 
 _CHOICES = ("auto", "torch", "fla", "bound")
@@ -93,11 +94,11 @@ def observe_kernels(model: nn.Module, force: Force = "auto", *, guard: bool = Tr
     """
     sites = find_sites(model)
     wants = _read_force(force, sites)
-    plans = {(site.layer, site.op): _choose(site, wants, _device(site.module)) for site in sites}
+    planned = plans(sites, force)
     if guard:
-        for finding in guard_findings(sites, plans):
+        for finding in guard_findings(sites, planned):
             raise EnvironmentFault("kernel-wrong-states", finding.message, hint=finding.mend)
-    observation = KernelObservation(sites, lambda site: plans[site.layer, site.op])
+    observation = KernelObservation(sites, lambda site: planned[site.layer, site.op])
 
     def route(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
@@ -105,7 +106,7 @@ def observe_kernels(model: nn.Module, force: Force = "auto", *, guard: bool = Tr
         observation.count(site, function)
         return call(site, function, args, kwargs)
 
-    with intercept(model, sites, route, observation.count, inline={s.layer for s in sites if _inline(s, plans)}):
+    with intercept(model, sites, route, observation.count, inline={s.layer for s in sites if _inline(s, planned)}):
         yield observation
 
 
@@ -140,7 +141,7 @@ def intercept(
             if site.wiring == "closure" or (site.wiring == "attribute" and site.bound() is not None):
                 shared[id(site.holder), site.key][site.layer] = site
             elif site.wiring == "method":
-                for key in ("cuda_kernels_forward", "slow_forward"):
+                for key in ("cuda_kernels_forward", *SLOW_METHODS):
                     _replace(site.holder, key, _tap({site.layer: site}, running, route), undo)
             elif site.wiring in ("module", "unknown"):
                 undo.callback(_count_module(site, ran).remove)
@@ -178,8 +179,14 @@ def planned_records(model: nn.Module, force: Force = "auto", *, device: str | No
         device: Device type to plan for (``cuda``, ``cpu``); by default the one the model is on.
     """
     sites = find_sites(model)
+    planned = plans(sites, force, device)
+    return [site.record(planned[site.layer, site.op]) for site in sites]
+
+
+def plans(sites: Sequence[Site], force: Force = "auto", device: str | None = None) -> Plans:
+    """Return the implementation that would run at each site, by (layer, op); None where it is inline code or none."""
     wants = _read_force(force, sites)
-    return [site.record(_choose(site, wants, device or _device(site.module))) for site in sites]
+    return {(site.layer, site.op): _choose(site, wants, device or _device(site.module)) for site in sites}
 
 
 def needs_gpu(function: object) -> bool:
@@ -228,8 +235,8 @@ def _choose(site: Site, wants: Mapping[str, Choice], device: str) -> Function | 
     return bound
 
 
-def _inline(site: Site, plans: Mapping[tuple[str, str], Function | None]) -> bool:
-    return site.wiring == "attribute" and site.op == "causal_conv1d_fn" and plans[site.layer, site.op] is None
+def _inline(site: Site, planned: Plans) -> bool:
+    return site.wiring == "attribute" and site.op == "causal_conv1d_fn" and planned[site.layer, site.op] is None
 
 
 def _device(module: nn.Module) -> str:
