@@ -306,14 +306,24 @@ def _unexplained_layers(backbone: nn.Module, explained: set[int | None]) -> list
         index = int(match[1])
         kind = str(layer_types[index]) if index < len(layer_types) else ""
         plain = bool(_ATTENTION_TYPES.search(kind)) and not _LINEAR_ATTENTION.search(kind)
-        if (kind and not plain) or (not kind and _looks_recurrent(module)):
+        if not (plain if kind else _looks_plain(module)):
             sites.append(Site(name, index, kind or "mixer", "unknown", module, module.__dict__, "", None, None))
     return sites
 
 
-def _looks_recurrent(layer: nn.Module) -> bool:
+def _looks_plain(layer: nn.Module) -> bool:
+    """Return whether a layer whose type the config does not tell is attention, or a feed-forward block alone.
+
+    It must show that it is: what a layer of an unknown kind computes with is not known.
+    """
     leaves = {name.rsplit(".", 1)[-1] for name, _ in layer.named_parameters()}
-    return bool(leaves & {"A_log", "dt_bias", "time_decay"}) or any(isinstance(m, nn.Conv1d) for m in layer.modules())
+    if leaves & {"A_log", "dt_bias", "time_decay"} or any(isinstance(module, nn.Conv1d) for module in layer.modules()):
+        return False
+    parts = [f"{name} {type(child).__name__}".lower() for name, child in layer.named_children()]
+    parts = [part for part in parts if "norm" not in part and "dropout" not in part]
+    return any("attention" in part or "attn" in part for part in parts) or all(
+        "mlp" in part or "moe" in part for part in parts
+    )
 
 
 def _names_in_forward(cls: type[nn.Module]) -> set[str]:
