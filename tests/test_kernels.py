@@ -491,12 +491,20 @@ class Delta(nn.Module):
             x = F.silu(self.conv1d(x)[..., : x.shape[-1]])
         return self.chunk_gated_delta_rule(x)
 
-    def decorated(forward):
+    def decorated(forward):  # as accelerate's hooks are forced in 5.7 to 5.14: no functools.wraps
         def wrapped(self, *args):
             return forward(self, *args)
         return wrapped
 
     forward = decorated(_forward)
+
+class OldRMSNormGated(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x * self.weight
 
 class Mamba(nn.Module):
     def forward(self, x):
@@ -560,6 +568,49 @@ def test_attribute_wiring_is_forced_and_restored(old_model: nn.Module) -> None:
         assert describe_path(observed.records()).kind == "torch"
         assert delta.causal_conv1d_fn is conv
         assert "torch_forward" not in vars(old_model.layers[1])  # type: ignore[index]
+
+
+def test_flas_gated_norm_is_counted_and_can_be_torch_over_the_same_weight(old_model: nn.Module) -> None:
+    class FusedRMSNormGated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.full((6,), 3.0)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 0
+
+    FusedRMSNormGated.__module__ = FusedRMSNormGated.forward.__module__ = "fla.modules"
+    delta: Any = old_model.layers[0]  # type: ignore[index]
+    delta.norm = FusedRMSNormGated()
+    x = torch.ones(1, 4, 6)
+    for force, implementation, value in (("bound", "fla", 0.0), ("torch", "torch", 3.0), ("auto", "torch", 3.0)):
+        with observe_kernels(old_model, force) as observed:
+            assert delta.norm(x).unique().tolist() == [value]
+        (record,) = [r for r in observed.records() if r.op == "norm"]
+        assert (record.layer, record.wiring, record.implementation) == ("layers.0.norm", "module", implementation)
+        assert record.calls == 1
+        assert "forward" not in vars(delta.norm)
+
+
+def test_a_hub_kernel_that_replaced_a_forward_is_observed(hybrid: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = types.ModuleType("_gdn_0123")
+    hub.__file__ = "cache/kernels--kernels-community--gdn/build/__init__.py"
+    monkeypatch.setitem(sys.modules, "_gdn_0123", hub)
+
+    def kernel(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return hidden_states * 0
+
+    kernel.__module__ = "_gdn_0123"
+    layer: Any = hybrid.model.layers[1].linear_attn  # type: ignore[union-attr, index]
+    monkeypatch.setattr(layer, "forward", types.MethodType(kernel, layer))
+    with observe_kernels(hybrid) as observed:
+        replaced = forward(hybrid)
+    (record,) = [r for r in observed.records() if r.implementation == "hub"]
+    assert (record.layer, record.wiring, record.calls) == ("layers.1.linear_attn", "module", 1)
+    assert describe_path(observed.records()).kind == "mixed"
+    with observe_kernels(hybrid, "torch") as observed:
+        assert not torch.equal(forward(hybrid), replaced)
+    assert describe_path(observed.records()).kind == "torch"
 
 
 # --- packages that transformers binds when it is imported: each set in a fresh process

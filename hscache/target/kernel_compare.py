@@ -41,14 +41,12 @@ class Limits:
     rel_frobenius: float
     norm_ratio: float
     """Largest distance of the norm ratio from 1, beside what rounding alone may move it (:meth:`Distance.noise`)."""
-    unit: float = 0.0
-    """Spacing of the output's numbers at 1: a lone vector's norm may hang on the rounding of one number."""
 
 
 LIMITS = {
-    torch.float32: Limits(1e-9, 1e-9, 1e-4, 1e-5, 2.0**-23),
-    torch.bfloat16: Limits(1e-4, 5e-3, 2e-2, 2e-4, 2.0**-7),
-    torch.float16: Limits(1e-5, 5e-4, 5e-3, 1e-4, 2.0**-10),
+    torch.float32: Limits(1e-9, 1e-9, 1e-4, 1e-5),
+    torch.bfloat16: Limits(1e-4, 5e-3, 2e-2, 2e-4),
+    torch.float16: Limits(1e-5, 5e-4, 5e-3, 1e-4),
 }
 """By the dtype in which the op's output is given; bfloat16 as measured at 64 layers with a margin of about ten."""
 
@@ -65,14 +63,16 @@ class Distance:
     norm_ratio: float
     """``|candidate| / |reference|`` over all vectors."""
 
-    def noise(self, unit: float) -> float:
-        """Return how far rounding may move the norm ratio: four standard deviations for independent errors.
+    def noise(self, limits: Limits) -> float:
+        """Return how far rounding may move the norm ratio.
 
-        Errors of relative size r, uncorrelated with the values, move the norm of n vectors by about r / sqrt(n). Only
-        the part of the distance that is no change of scale counts as such errors.
+        Errors of relative size r, uncorrelated with the values, move the norm of n vectors by about r / sqrt(n); four
+        times that is allowed. Only the part of the distance that is no change of scale counts as such errors. Beside
+        it, the scale of a lone vector hangs on the rounding of a single product (a delta rule over one token is
+        (q.k) v), so that many vectors are needed to tell a wrong scale from that.
         """
         sideways = math.sqrt(max(self.rel_frobenius**2 - (self.norm_ratio - 1.0) ** 2, 0.0))
-        return (4.0 * sideways + unit) / math.sqrt(max(self.vectors, 1))
+        return (4.0 * sideways + limits.rel_frobenius) / math.sqrt(max(self.vectors, 1))
 
     def exceeds(self, limits: Limits) -> list[str]:
         """Return the names of the measures beyond ``limits``; one that is no number is beyond any limit."""
@@ -80,7 +80,7 @@ class Distance:
             "one_minus_cos_mean": self.one_minus_cos_mean,
             "one_minus_cos_max": self.one_minus_cos_max,
             "rel_frobenius": self.rel_frobenius,
-            "norm_ratio": abs(self.norm_ratio - 1.0) - self.noise(limits.unit),
+            "norm_ratio": abs(self.norm_ratio - 1.0) - self.noise(limits),
         }
         return [name for name, value in measured.items() if not value <= getattr(limits, name)]
 

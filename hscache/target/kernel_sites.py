@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 Wiring = Literal["closure", "attribute", "method", "module", "unknown"]
@@ -127,8 +128,6 @@ class Site:
         if self.wiring == "method":
             fast: Function = vars(type(self.module))["cuda_kernels_forward"]
             return fast if _method_kernels(fast) else self.reference
-        if self.wiring == "module" and self.value is None:
-            return type(self.module)
         value: Function | None = self.value
         return value
 
@@ -167,10 +166,13 @@ def find_sites(model: nn.Module) -> list[Site]:
     backbone = find_backbone(model)
     sites: list[Site] = []
     foreign: list[str] = []
+    parents = {
+        f"{name}.{child}".lstrip("."): m for name, m in backbone.named_modules() for child, _ in m.named_children()
+    }
     for name, module in backbone.named_modules():
         if any(name.startswith(prefix) for prefix in foreign):
             continue
-        found = list(_mixer_sites(name, module)) + list(_module_sites(name, module))
+        found = list(_mixer_sites(name, module)) + list(_module_sites(name, module, parents.get(name)))
         if any(site.wiring == "unknown" or site.key == "forward" for site in found):
             foreign.append(name + ".")
         sites += found
@@ -279,19 +281,37 @@ def _mixer_sites(name: str, module: nn.Module) -> Iterator[Site]:
         yield Site(name, index, "mixer_forward", "method", module, module.__dict__, "cuda_kernels_forward", None, slow)
 
 
-def _module_sites(name: str, module: nn.Module) -> Iterator[Site]:
+def _module_sites(name: str, module: nn.Module, parent: nn.Module | None) -> Iterator[Site]:
     """Yield the site of a module that is another package's, or whose forward was replaced."""
     index = _layer_index(name, module)
     if index is None:
         return
-    own = inspect.unwrap(module.__dict__["forward"]) if "forward" in module.__dict__ else None
-    kind, _ = classify(getattr(own, "__func__", own) if own is not None else type(module))
-    if kind == "torch" or (kind == "unknown" and (own is None and isinstance(module, nn.Linear | nn.Embedding))):
+    replaced = "forward" in module.__dict__
+    kind, _ = classify(module.forward)
+    if kind == "torch" or (kind == "unknown" and not replaced and isinstance(module, nn.Linear | nn.Embedding)):
         return  # accelerate's hooks unwrap to transformers' forward; quantised Linears are the loader's business
     op = name.rsplit(".", 1)[-1]
     wiring: Wiring = "unknown" if kind == "unknown" else "module"
-    reference = type(module).forward if own is not None else None
-    yield Site(name, index, op, wiring, module, module.__dict__, "forward", own, reference)
+    reference = types.MethodType(type(module).forward, module) if replaced else _reference_norm(module, parent)
+    yield Site(name, index, op, wiring, module, module.__dict__, "forward", module.forward, reference)
+
+
+def _reference_norm(module: nn.Module, parent: nn.Module | None) -> Function | None:
+    """Return the forward of transformers' own gated norm over the weight of fla's (<= 5.14), None for other modules."""
+    if parent is None or type(module).__name__ != "FusedRMSNormGated":
+        return None
+    fused: Any = module
+    names = undecorated(type(parent).forward).__globals__
+    cls = next(
+        (value for name, value in names.items() if name.endswith("RMSNormGated") and value is not type(module)), None
+    )
+    if cls is None:
+        return None
+    with torch.device("meta"):
+        norm = cls(fused.weight.shape[0], eps=fused.eps)
+    norm.weight = fused.weight
+    forward: Function = norm.forward
+    return forward
 
 
 def _unexplained_layers(backbone: nn.Module, explained: set[int | None]) -> list[Site]:

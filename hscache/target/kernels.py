@@ -18,7 +18,7 @@ import dataclasses
 import inspect
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -117,7 +117,7 @@ def intercept(
     route: Route,
     ran: Callable[[Site, Function | None], None],
     *,
-    inline: set[str] = frozenset(),  # type: ignore[assignment]
+    inline: Collection[str] = (),
 ) -> Iterator[None]:
     """Send every call of an optional op inside the block through ``route``.
 
@@ -143,6 +143,8 @@ def intercept(
             elif site.wiring == "method":
                 for key in ("cuda_kernels_forward", *SLOW_METHODS):
                     _replace(site.holder, key, _tap({site.layer: site}, running, route), undo)
+            elif site.wiring == "module" and site.reference is not None:
+                _replace(site.holder, site.key, _tap({site.layer: site}, running, route), undo)
             elif site.wiring in ("module", "unknown"):
                 undo.callback(_count_module(site, ran).remove)
             if site.wiring == "attribute" and site.op == "causal_conv1d_fn":
@@ -223,12 +225,13 @@ def _choose(site: Site, wants: Mapping[str, Choice], device: str) -> Function | 
                 hint="run on a GPU, or use the torch reference",
             )  # fmt: skip
         return function
-    if want == "torch" and site.wiring in ("module", "unknown") and classify(bound)[0] != "torch":
+    if want == "torch" and (site.wiring == "unknown" or (site.wiring == "module" and site.reference is None)):
         raise EnvironmentFault(
             "kernel-fixed", f"{site.layer}: torch is forced, but this part is {classify(bound)[1]} and has no other",
             hint="uninstall the package that provides it, or use auto",
         )  # fmt: skip
-    if want == "torch" or (want != "bound" and device == "cpu" and site.wiring != "module" and needs_gpu(bound)):
+    mendable = site.reference is not None or site.wiring == "attribute"  # an attribute of None runs inline torch
+    if want == "torch" or (want != "bound" and device == "cpu" and mendable and needs_gpu(bound)):
         return site.reference
     if site.wiring == "method" and device != "cuda":
         return site.reference
