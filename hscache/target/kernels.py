@@ -20,6 +20,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from torch import nn
 
 from hscache.errors import ConfigError, EnvironmentFault
 from hscache.target.kernel_guards import guard_findings, import_op
-from hscache.target.kernel_sites import OPS, SLOW_METHODS, Function, KernelRecord, Site, classify, find_sites, op_name
+from hscache.target.kernel_sites import OPS, Function, KernelRecord, Site, classify, find_sites, op_name
 
 Choice = Literal["auto", "torch", "fla", "bound"]
 Force = Choice | Mapping[str, Choice]
@@ -99,10 +100,14 @@ def observe_kernels(model: nn.Module, force: Force = "auto", *, guard: bool = Tr
         for finding in guard_findings(sites, planned):
             raise EnvironmentFault("kernel-wrong-states", finding.message, hint=finding.mend)
     observation = KernelObservation(sites, lambda site: planned[site.layer, site.op])
+    chosen: dict[tuple[str, str, str], Function | None] = {}
 
     def route(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
-        function = _choose(site, wants, tensor.device.type if tensor is not None else "cpu")
+        key = (site.layer, site.op, tensor.device.type if tensor is not None else "cpu")
+        if key not in chosen:
+            chosen[key] = _choose(site, wants, key[2])
+        function = chosen[key]
         observation.count(site, function)
         return call(site, function, args, kwargs)
 
@@ -141,8 +146,9 @@ def intercept(
             if site.wiring == "closure" or (site.wiring == "attribute" and site.bound() is not None):
                 shared[id(site.holder), site.key][site.layer] = site
             elif site.wiring == "method":
-                for key in ("cuda_kernels_forward", *SLOW_METHODS):
-                    _replace(site.holder, key, _tap({site.layer: site}, running, route), undo)
+                _replace(site.holder, "cuda_kernels_forward", _tap({site.layer: site}, running, route), undo)
+                assert site.reference is not None
+                _replace(site.holder, site.reference.__name__, _tap_slow(site, ran), undo)
             elif site.wiring == "module" and site.reference is not None:
                 _replace(site.holder, site.key, _tap({site.layer: site}, running, route), undo)
             elif site.wiring in ("module", "unknown"):
@@ -168,7 +174,7 @@ def call(site: Site, function: Function | None, args: tuple[Any, ...], kwargs: d
     if classify(function)[0] == "torch" and (kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None):
         # older wrappers drop these silently and mix the samples; a build never packs
         raise AssertionError(f"{site.layer}: {site.op}: the torch reference does not keep packed samples apart")
-    known = inspect.signature(function).parameters
+    known = _parameters(function)
     return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
 
@@ -196,6 +202,11 @@ def needs_gpu(function: object) -> bool:
     kind, _ = classify(function)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return kind == "causal_conv1d" or (kind in ("fla", "mamba_ssm") and not interpreted)
+
+
+@lru_cache(maxsize=256)
+def _parameters(function: Function) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _read_force(force: Force, sites: Sequence[Site]) -> dict[str, Choice]:
@@ -254,6 +265,16 @@ def _tap(by_layer: Mapping[str, Site], running: Sequence[str], route: Route) -> 
     def tap(*args: Any, **kwargs: Any) -> Any:
         site = by_layer.get(running[-1], stray) if running else stray
         return route(site, args, kwargs)
+
+    return tap
+
+
+def _tap_slow(site: Site, ran: Callable[[Site, Function | None], None]) -> Function:
+    """Return a stand-in for a mixer's slow method: transformers called it, so there is nothing left to choose."""
+
+    def tap(*args: Any, **kwargs: Any) -> Any:
+        ran(site, site.reference)
+        return call(site, site.reference, args, kwargs)
 
     return tap
 
