@@ -19,6 +19,7 @@ CODES: dict[str, str] = {
     "taps-invalid": "taps outside the target's layers, unordered or repeated",
     "target-facts-mismatch": "the manifest's declared shape differs from the target's config",
     "codec-unknown": "a codec that this version does not have",
+    "kernel-choice": "a kernel choice or op that does not exist, or that no package implements for this model",
     # input
     "corpus-missing": "the corpus does not exist",
     "corpus-format": "the corpus has no known columns, or is no known file type",
@@ -39,6 +40,10 @@ CODES: dict[str, str] = {
     "target-head": "the head does not reproduce the model's own logits from the final state",
     "disk-full": "the store does not fit on the disk",
     "dependency-missing": "an optional package is not installed",
+    "kernel-missing": "a forced kernel cannot be imported",
+    "kernel-device": "a forced kernel cannot run on the model's device",
+    "kernel-fixed": "a part of the model has one implementation only, and another one is forced",
+    "kernel-wrong-states": "the installed versions compute wrong states for this model",
     # integrity
     "store-damaged": "a store's file is missing, truncated or altered",
     "sample-digest": "a sample's bytes differ from its digest",
