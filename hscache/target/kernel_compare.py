@@ -178,7 +178,7 @@ class _Sums:
             torch.zeros(heads, len(_POSITIONS), dtype=torch.float64) for _ in range(6)
         )
 
-    def add(self, reference_BTHD: torch.Tensor, candidate_BTHD: torch.Tensor, keep_BT: torch.Tensor) -> None:  # noqa: N803
+    def add(self, reference_BTHD: torch.Tensor, candidate_BTHD: torch.Tensor, keep_BT: torch.Tensor) -> None:
         ref, cand = reference_BTHD.double(), candidate_BTHD.double()
         diff, ref2, cand2 = (x.pow(2).sum(-1) for x in (cand - ref, ref, cand))
         # half the squared distance of the unit vectors: 1 - a.b/(|a||b|) itself loses everything below 1e-16
@@ -216,7 +216,7 @@ def _run_batch(
     mask: torch.Tensor | None,
     sums: dict[tuple[str, str], _Sums],
 ) -> None:
-    keep_BT = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()  # noqa: N806
+    keep_BT = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
 
     def route(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = (site.layer, site.op)
@@ -226,7 +226,7 @@ def _run_batch(
         # both get copies: a kernel may write into its inputs
         other = call(site, function, _copies(args), {name: _copy(value) for name, value in kwargs.items()})
         output = call(site, site.reference, args, kwargs)
-        reference_BTHD, candidate_BTHD = _by_head(site.op, output), _by_head(site.op, other)  # noqa: N806
+        reference_BTHD, candidate_BTHD = _by_head(site.op, output), _by_head(site.op, other)
         if key not in sums:
             sums[key] = _Sums(reference_BTHD.shape[2], reference_BTHD.dtype)
         sums[key].add(reference_BTHD, candidate_BTHD, keep_BT)
