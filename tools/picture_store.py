@@ -1,4 +1,4 @@
-"""Draw one sample of a store: the magnitude of its states per tap and token, what is supervised, how sure the target was.
+"""Draw one sample of a store: magnitude of its states per tap and token, supervision, the target's confidence.
 
 python tools/picture_store.py runs/demo/store tools/pictures/store.png [SAMPLE]
 """
