@@ -149,6 +149,16 @@ def build(
     fast_digest: Annotated[
         bool, typer.Option("--fast-digest", help="Know weight files by size and time, not sha256.")
     ] = False,
+    kernels: Annotated[
+        Literal["auto", "torch", "fla"],
+        typer.Option(help="auto: what transformers chose; torch: the references; fla: never fall back."),
+    ] = "auto",
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Let auto run torch references on a GPU.")
+    ] = False,
+    accept_path: Annotated[
+        str | None, typer.Option(help="Id of another kernel path whose shards may stay in this store.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run the target over the corpus and write a store; run again to go on after a stop.
@@ -157,12 +167,18 @@ def build(
     """
     from dataclasses import asdict
 
-    from hscache.build import Interrupted
+    from hscache.build import Interrupted, KernelPolicy
     from hscache.build import build as run_build
     from hscache.report import print_build
 
     try:
-        report = run_build(_manifest(manifest, set_), out, device=device, fast_digest=fast_digest)
+        report = run_build(
+            _manifest(manifest, set_),
+            out,
+            device=device,
+            fast_digest=fast_digest,
+            kernels=KernelPolicy(kernels, allow_fallback, accept_path),
+        )
     except Interrupted as stop:
         say(f"{stop}: the committed shards are whole. To go on:\n  {_command_line()}")
         raise typer.Exit(128 + stop.signum) from None
@@ -207,6 +223,25 @@ def info(store: StoreArgument, json: Json = False) -> None:
         emit_json(facts)
     else:
         print_info(facts)
+
+
+@app.command()
+def doctor(
+    target: Annotated[Path | None, typer.Option("--target", help="Checkpoint directory; its config is enough.")] = None,
+    json: Json = False,
+) -> None:
+    """Show what would run for each op of the target on this machine, and how to mend what is missing.
+
+    Exit status 1 when a build here would fall back. Example: hscache doctor --target ~/models/Qwen3.6-27B
+    """
+    from hscache.doctor import diagnose, render
+
+    diagnosis = diagnose(target.expanduser() if target else None)
+    if json:
+        emit_json(diagnosis.to_json())
+    else:
+        print(render(diagnosis), end="")
+    _exit_if(not diagnosis.ok)
 
 
 def _manifest(path: Path, overrides: list[str] | None) -> BuildManifest:

@@ -128,7 +128,7 @@ def diagnose(target: Path | None = None) -> Diagnosis:
         packages=tuple(packages.values()),
         layer_kinds=tuple(_layer_kinds(runs, ops, list(getattr(config, "layer_types", None) or []))),
         path=describe_path(runs),
-        path_id=kernel_path_id(runs),
+        path_id=kernel_path_id(runs, device=device),
         findings=(*guard_findings(sites, plans(sites, "auto", device)), *version_findings(sites)),
         would_fall_back=fallen,
     )

@@ -40,6 +40,8 @@ CODES: dict[str, str] = {
     "target-head": "the head does not reproduce the model's own logits from the final state",
     "disk-full": "the store does not fit on the disk",
     "dependency-missing": "an optional package is not installed",
+    "kernel-fallback": "an optional kernel would not run on this GPU",
+    "kernel-path-broken": "the kernels that ran are not one whole path",
     "kernel-missing": "a forced kernel cannot be imported",
     "kernel-device": "a forced kernel cannot run on the model's device",
     "kernel-fixed": "a part of the model has one implementation only, and another one is forced",
@@ -49,6 +51,7 @@ CODES: dict[str, str] = {
     "sample-digest": "a sample's bytes differ from its digest",
     # conflict
     "store-other-manifest": "the store was begun with another manifest, target or corpus",
+    "store-other-kernels": "the store's shards were computed by another kernel path",
     "store-exists": "the output path holds something that is not this store",
     # format
     "format-version": "the store's format is newer than this version reads",

@@ -141,6 +141,7 @@ def store_info(root: Path) -> dict[str, Any]:
         "rejected": dict(Counter(rejected["reason"].to_pylist())),
         "shard_bytes": sum(entry["bytes"] for record in records for entry in record["files"].values()),
         "target_bytes": sum(p.stat().st_size for p in paths.target.glob("*")) if paths.target.exists() else 0,
+        "kernel_paths": sorted({record["provenance"]["kernels"]["path_id"] for record in records}),
         "provenance": first["provenance"] if first else None,
         "typical_rms": first["health"]["typical_rms"] if first else None,
     }
@@ -169,7 +170,8 @@ def print_info(info: dict[str, Any]) -> None:
         versions = made["versions"]
         head = made["load"]
         pairs += [
-            ("ran on", f"{made['hardware']['device']}, {info['dtype']}, {head['attn_implementation']} attention"),
+            ("ran on", f"{made['device']}, {info['dtype']}, {head['attn_implementation']} attention"),
+            ("kernels", f"{made['kernels']['path']} [{', '.join(info['kernel_paths'])}]"),
             ("with", ", ".join(f"{name} {versions[name]}" for name in _SHOWN_VERSIONS)),
             ("norm", f"{head['norm_kind']}, head scale {head['head']['scale']:g}, softcap {head['head']['softcap']}"),
             (

@@ -108,18 +108,23 @@ def describe_path(records: Sequence[KernelRecord]) -> KernelPath:
 
 
 def kernel_path_id(
-    records: Sequence[KernelRecord], *, backends: Sequence[str] = (), versions: Mapping[str, str | None] | None = None
+    records: Sequence[KernelRecord],
+    *,
+    device: str,
+    backends: Sequence[str] = (),
+    versions: Mapping[str, str | None] | None = None,
 ) -> str:
     """Return a digest (16 hex digits) that two machines share exactly when they compute by the same path.
 
-    It covers, for each prefill op of each layer: layer, op, implementation and source hash; fla's run-time backends;
-    and the versions of transformers, torch and of the packages that those implementations come from. Not call counts,
+    It covers the kind of device; for each prefill op of each layer: layer, op, implementation and source hash; fla's
+    run-time backends; and the versions of transformers, torch and of the packages behind those. Not call counts,
     wiring, decode or training ops, unused packages, or the local part of a version (``+cu130``), so that a plan and
-    its capture, and a machine with and one without an unused package, agree. A dense model's digest is that of
-    transformers and torch alone.
+    its capture, and a machine with and one without an unused package, agree. A dense model's digest is that of the
+    device, transformers and torch alone.
 
     Args:
         records: Planned or observed records.
+        device: Device type, ``cuda`` or ``cpu``.
         backends: What :func:`~hscache.target.kernel_guards.fla_backends` returned after the capture.
         versions: Package versions; by default those of this process.
     """
@@ -131,6 +136,7 @@ def kernel_path_id(
     if backends:
         packages |= {"flash-qla", "tilelang"}
     document = {
+        "device": device,
         "sites": sorted([r.layer, r.op, r.implementation, r.source_hash or r.source] for r in prefill),
         "backends": sorted(backends),
         "versions": {name: (have.get(name) or "").split("+")[0] for name in sorted(packages)},
