@@ -194,19 +194,34 @@ def verify(
     level: Annotated[
         Literal["quick", "full"], typer.Option(help="quick: records and sizes; full: every byte.")
     ] = "full",
+    recompute: Annotated[int, typer.Option(min=0, help="Run K random samples again and compare.")] = 0,
+    kernels: Annotated[
+        str | None, typer.Option(help="Compare two kernel paths on samples of the store: torch,fla or torch,bound.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="Another store of the same corpus to compare with.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples for --kernels and --against.")] = 8,
+    target: Annotated[Path | None, typer.Option(help="Checkpoint directory; default: the manifest's.")] = None,
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG of 1 - cosine per layer, for --kernels.")] = None,
     json: Json = False,
 ) -> None:
     """Prove that a store is whole and right; exit status 1 and a list when it is not.
 
-    Example: hscache verify runs/demo/store --level full
+    Example: hscache verify runs/demo/store --recompute 4
     """
-    from hscache.report import print_verify
+    from hscache.report import print_verify, verify_with_states
     from hscache.verify import verify as run_verify
 
     report = run_verify(store, level)
+    states = verify_with_states(
+        report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target, device=device,
+        plot=plot, show=not json,
+    )  # fmt: skip
     if json:
-        emit_json(report.to_json())
+        emit_json({**report.to_json(), **states})
     print_verify(report)
+    for part in states.values():
+        say(part["sentence"])
     _exit_if(not report.ok)
 
 

@@ -32,6 +32,7 @@ CODES: dict[str, str] = {
     "sample-unknown": "no such sample in this store",
     "sample-range": "a token range outside the sample",
     "array-absent": "this store was built without that array",
+    "stores-incomparable": "two stores without a common tap or sample",
     # environment
     "target-missing": "the target directory or hub repository cannot be read",
     "target-config": "the target's config.json lacks what a build needs",

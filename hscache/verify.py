@@ -55,6 +55,9 @@ FINDINGS: dict[str, str] = {
     "kernels-mixed": "shards were computed by different kernel paths, and nobody accepted that",
     "target-damaged": "a file of target/ is missing or altered",
     "head-mismatch": "lm_head(final state) does not give the stored top-k",
+    "recompute-differs": "the target gives other states for a sample than are stored (--recompute)",
+    "kernels-differ": "two kernel paths give different states (--kernels)",
+    "stores-differ": "two stores hold different states for the same samples (--against)",
 }
 """What ``verify`` can find: code -> meaning."""
 

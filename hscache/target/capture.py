@@ -76,8 +76,12 @@ class Pending:
     ) -> None:
         self._rows, self._taps, self._tensors, self._fault, self._event = rows, taps, tensors, fault, event
 
-    def samples(self) -> Iterator[Captured]:
-        """Wait for the copies, check each sample, and yield it. Safe to call from another thread."""
+    def samples(self, *, check: bool = True) -> Iterator[Captured]:
+        """Wait for the copies, check each sample, and yield it. Safe to call from another thread.
+
+        Args:
+            check: Reject samples that fail the health battery; off where broken states are the thing to look at.
+        """
         if self._event is not None:
             self._event.synchronize()
         if self._fault[0]:
@@ -95,7 +99,8 @@ class Pending:
                     arrays[name] = tensor[start:stop].view(torch.int16).numpy().view(np.uint16)
                 elif name.startswith("logit_"):
                     arrays[name] = tensor[loss_start:loss_stop].numpy()
-            yield self._checked(row, arrays, stats.rows(start, stop))
+            sample_stats = stats.rows(start, stop)
+            yield self._checked(row, arrays, sample_stats) if check else Captured(row, arrays, sample_stats)
             start, loss_start = stop, loss_stop
 
     def _reductions(self, prefix: str) -> list[torch.Tensor]:
