@@ -61,14 +61,14 @@ def reduce_rows(states: torch.Tensor) -> list[torch.Tensor]:
     """Reduce states where they are, without waiting for the device: the fields of :class:`RowStats`, as tensors.
 
     Args:
-        states: bf16 [N, L, H] on any device.
+        states: bf16 or float32 [N, L, H] on any device.
     """
     import torch
 
     low, high = torch.aminmax(states, dim=-1)
     # in float32: the squares of a massive activation pass bf16's precision, not its range
     square = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).square() / states.shape[-1]
-    bits = states.view(torch.int16)
+    bits = states.view(torch.int16 if states.dtype == torch.bfloat16 else torch.int32)
     next_tap = (bits[:, 1:] == bits[:, :-1]).all(dim=-1)
     next_row = torch.zeros_like(low, dtype=torch.bool)
     next_row[:-1] = (bits[1:] == bits[:-1]).all(dim=-1)

@@ -140,7 +140,7 @@ class _Distances:
         self._worst, self._worst_id, self.samples = -1.0, "", 0
 
     def add(self, sample_id: str, a_NCH: torch.Tensor, b_NCH: torch.Tensor, loss_mask: torch.Tensor) -> None:
-        """Add one sample: states of reference and other, bf16 [tokens, columns, H]."""
+        """Add one sample: states of reference and other, bf16 or float32 [tokens, columns, H]."""
         x, y = a_NCH.double(), b_NCH.double()
         square_x, square_y = x.square().sum(-1), y.square().sum(-1)
         # half the squared distance of unit vectors: 1 - cosine itself loses everything below 1e-16
@@ -149,7 +149,7 @@ class _Distances:
         for column in range(len(self._names)):
             self._apart[column].append(apart_NC[:, column])
         difference = (x - y).square().sum((0, 2))
-        equal = (a_NCH.view(torch.int16) == b_NCH.view(torch.int16)).sum((0, 2)).double()
+        equal = (a_NCH == b_NCH).sum((0, 2)).double()
         self._sums += torch.stack([difference, square_x.sum(0), square_y.sum(0), equal], dim=1)
         self._elements += len(x) * x.shape[-1]
         self._positions.append(_position_group(len(x)))
@@ -348,7 +348,8 @@ def _verdict(report: KernelsReport, dtype: str) -> tuple[bool, str]:
 def _run(
     store: Store, target: LoadedTarget, rows: Sequence[CorpusRow], path: Path_, *, guard: bool
 ) -> list[torch.Tensor]:
-    capturer = _capturer(store, target)
+    # before rounding: in float32 the few elements that bf16 rounds the other way would be all that is seen
+    capturer = _capturer(store, target, dtype=torch.float32)
     out = []
     progress = Progress(f"states on the {path} path", sum(len(_ids(row)) for row in rows), "tok")
     with observe_kernels(target.model, path, guard=guard):
@@ -376,11 +377,10 @@ def _capture(capturer: Capturer, row: CorpusRow, width: int | None) -> Captured:
 
 
 def _columns(store: Store, arrays: dict[str, Any]) -> torch.Tensor:
-    """Return stored or captured bits as bf16 [tokens, columns, H], the final state last."""
-    states = as_torch(arrays["hidden_states"], "hidden_states")
-    if "final_state" not in store.specs:
-        return states
-    return torch.cat([states, as_torch(arrays["final_state"], "final_state")[:, None]], dim=1)
+    """Return stored or captured states as [tokens, columns, H], the final state last; bits become bf16."""
+    names = ["hidden_states", *(["final_state"] if "final_state" in store.specs else [])]
+    parts = [as_torch(a, name) if (a := arrays[name]).dtype == np.uint16 else torch.from_numpy(a) for name in names]
+    return torch.cat([parts[0], *(part[:, None] for part in parts[1:])], dim=1)
 
 
 def _with_final(sample: Sample, wanted: bool) -> torch.Tensor:
@@ -392,8 +392,8 @@ def _names(store: Store) -> list[str]:
     return [f"tap {tap}" for tap in store.taps] + ["final state"] * ("final_state" in store.specs)
 
 
-def _capturer(store: Store, target: LoadedTarget) -> Capturer:
-    return Capturer(target, tuple(store.taps), final_state="final_state" in store.specs, topk=0)
+def _capturer(store: Store, target: LoadedTarget, dtype: torch.dtype = torch.bfloat16) -> Capturer:
+    return Capturer(target, tuple(store.taps), final_state="final_state" in store.specs, topk=0, dtype=dtype)
 
 
 def _manifest(store: Store) -> BuildManifest:

@@ -7,6 +7,7 @@ that a build's log can be read afterwards. Colour follows rich, which honours ``
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import traceback
@@ -24,8 +25,19 @@ def say(text: str) -> None:
 
 
 def emit_json(value: object) -> None:
-    """Write ``value`` to stdout as JSON; the only thing a ``--json`` command prints there."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """Write ``value`` to stdout as JSON; the only thing a ``--json`` command prints there.
+
+    Infinities and NaN, which JSON has not, become strings.
+    """
+    print(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> None:

@@ -113,7 +113,7 @@ def print_verify(report: VerifyReport, limit: int = 20) -> None:
     else:
         shards = sorted({f.shard for f in report.findings if f.shard is not None})
         say(f"{report.store}: {len(report.findings)} findings in {len(shards)} shards ({report.level}): {done}")
-        if report.level == "quick":
+        if report.level == "quick" and shards:
             say(f"hint: hscache verify {report.store} --level full")
 
 
@@ -208,7 +208,7 @@ def _print_kernels(report: KernelsReport) -> None:
         rows = [
             [
                 c.layer_index, c.op, f"{c.total.one_minus_cos_mean:.1e}", f"{c.total.one_minus_cos_max:.1e}",
-                f"{c.total.rel_frobenius:.1e}", f"{c.total.norm_ratio:.6f}",
+                f"{c.total.rel_frobenius:.1e}", f"{c.total.norm_ratio:.7g}",
                 "ok" if c.ok else f"{', '.join(c.beyond)} heads {list(c.bad_heads)}",
             ]
             for c in report.local

@@ -8,6 +8,7 @@ hundred differ, since batch and single forward round differently.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -125,6 +126,8 @@ class _Decoder:
         from hscache.target.loading import pick_device
 
         transformers.utils.logging.disable_progress_bar()
+        # "falling back to its reference implementation": the build says what runs, in its own words
+        logging.getLogger("transformers").setLevel(logging.ERROR)
         where = pick_device(device)
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -154,6 +157,8 @@ class _Decoder:
         return out
 
     def _decode(self, prompts: list[list[int]]) -> list[list[int]]:
+        from hscache.target.kernels import observe_kernels
+
         torch, sampling = self._torch, self._sampling
         width = max(map(len, prompts))
         ids = torch.tensor([[self._pad_id] * (width - len(p)) + p for p in prompts], device=self._device)
@@ -163,7 +168,8 @@ class _Decoder:
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         torch.manual_seed(sampling.seed * 1_000_003 + self._batches)
         self._batches += 1
-        with torch.inference_mode():
+        # guarded as a build is: completions by wrong kernels would be learnt too
+        with torch.inference_mode(), observe_kernels(self._model):
             out = self._model.generate(
                 input_ids=ids,
                 attention_mask=mask,

@@ -33,7 +33,7 @@ from hscache.plan import CorpusRow, supervised
 from hscache.target.loading import LoadedTarget
 
 _HEAD_SLICE_ELEMENTS = 1 << 26  # 256 MiB of float32 logits at a time
-_BF16_ARRAYS = ("hidden_states", "final_state")
+_STATE_ARRAYS = ("hidden_states", "final_state")
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,10 @@ class Pending:
             stop, loss_stop = start + len(row.input_ids), loss_start + supervised(row.loss_mask)
             arrays: dict[str, NDArray[Any]] = {"input_ids": row.input_ids, "loss_mask": row.loss_mask}
             for name, tensor in self._tensors.items():
-                if name in _BF16_ARRAYS:
-                    arrays[name] = tensor[start:stop].view(torch.int16).numpy().view(np.uint16)
+                if name in _STATE_ARRAYS:
+                    states = tensor[start:stop]
+                    bf16 = states.dtype == torch.bfloat16
+                    arrays[name] = states.view(torch.int16).numpy().view(np.uint16) if bf16 else states.numpy()
                 elif name.startswith("logit_"):
                     arrays[name] = tensor[loss_start:loss_stop].numpy()
             sample_stats = stats.rows(start, stop)
@@ -121,10 +123,20 @@ class Capturer:
         taps: 0-based decoder blocks.
         final_state: Keep the state after the final norm.
         topk: Log-probabilities per supervised token; 0 for none.
+        dtype: Element type of captured states: bfloat16 for a store, float32 to compare states before rounding.
     """
 
-    def __init__(self, target: LoadedTarget, taps: tuple[int, ...], *, final_state: bool, topk: int) -> None:
+    def __init__(
+        self,
+        target: LoadedTarget,
+        taps: tuple[int, ...],
+        *,
+        final_state: bool,
+        topk: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self._target, self._taps, self._final_state, self._topk = target, taps, final_state, topk
+        self._dtype = dtype
         self._copy_stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
         self.oom_splits = 0
         """How often a batch was halved for lack of memory."""
@@ -172,7 +184,7 @@ class Capturer:
         flat_N = np.flatnonzero(mask_BS)
         valid_N = torch.from_numpy(flat_N).to(device)
         states_NLH = torch.empty(
-            (len(flat_N), len(self._taps), self._target.shape.hidden_size), dtype=torch.bfloat16, device=device
+            (len(flat_N), len(self._taps), self._target.shape.hidden_size), dtype=self._dtype, device=device
         )
         with self._hooks(states_NLH, valid_N, ids_BS.shape) as seen:
             final_BSH = self._target.backbone(
@@ -185,10 +197,10 @@ class Capturer:
         final_NH = final_BSH.flatten(0, 1).index_select(0, valid_N)
         results = {"hidden_states": states_NLH}
         if self._final_state:
-            results["final_state"] = final_NH.to(torch.bfloat16)
+            results["final_state"] = final_NH.to(self._dtype)
         if self._topk:
             results.update(self._top_logits(final_NH, rows))
-        for prefix, states in (("taps", states_NLH), ("final", final_NH[:, None].to(torch.bfloat16))):
+        for prefix, states in (("taps", states_NLH), ("final", final_NH[:, None].to(self._dtype))):
             reductions = zip(RowStats.__dataclass_fields__, reduce_rows(states), strict=True)
             results.update({f"{prefix}.{name}": tensor for name, tensor in reductions})
         return self._to_host(rows, results)

@@ -20,6 +20,7 @@ from torch import nn
 
 from hscache.errors import EnvironmentFault
 from hscache.manifest import TargetShape, TargetSpec
+from hscache.target.kernels import Force, observe_kernels, planned_records
 
 _PROBE_TOKENS = 8
 
@@ -161,10 +162,20 @@ def _find_parts(model: nn.Module, shape: TargetShape) -> tuple[nn.Module, nn.Mod
 
 @torch.inference_mode()
 def _head_relation(model: nn.Module, backbone: nn.Module, head: nn.Module, device: torch.device) -> HeadRelation:
-    """Find how the model's own logits follow from its head, on a short input."""
+    """Find how the model's own logits follow from its head, on a short input.
+
+    One forward gives both sides, on the reference path where there is a choice: kernels that transformers bound may not
+    run here, or may be wrong, which is not this probe's affair.
+    """
     ids = torch.arange(1, 1 + _PROBE_TOKENS, device=device)[None]
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    plain = head(backbone(input_ids=ids, use_cache=False).last_hidden_state)
+    seen: list[torch.Tensor] = []
+    hook = backbone.register_forward_hook(lambda _module, _args, output: seen.append(output.last_hidden_state))
+    try:
+        with observe_kernels(model, _reference_choice(model), guard=False):
+            logits = model(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        hook.remove()
+    plain = head(seen[0])
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     softcap = getattr(text, "final_logit_softcapping", None)
     scales = {
@@ -183,6 +194,15 @@ def _head_relation(model: nn.Module, backbone: nn.Module, head: nn.Module, devic
         f"{type(model).__name__}: logits are not lm_head(final state), nor scaled nor soft-capped as its config says "
         f"(largest difference {float((plain.float() - logits).abs().max()):.3g})",
     )
+
+
+def _reference_choice(model: nn.Module) -> Force:
+    """Return ``torch``, or ``auto`` for a model with a part whose implementation cannot be changed."""
+    try:
+        planned_records(model, "torch")
+    except EnvironmentFault:
+        return "auto"
+    return "torch"
 
 
 @torch.inference_mode()
