@@ -149,7 +149,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         InputError: ``corpus-truncated`` when the file begins as parquet but has no footer, else ``corpus-format``.
     """
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         with open(path, "rb") as file:
             begun = file.read(4) == b"PAR1"
