@@ -29,11 +29,11 @@ from hscache.console import Progress, say, size
 from hscache.corpus.readers import read_corpus
 from hscache.errors import ConflictError, EnvironmentFault
 from hscache.manifest import BuildManifest
-from hscache.plan import PLAN_SCHEMA, Plan, array_bytes, make_plan, manifest_specs
+from hscache.plan import Plan, array_bytes, make_plan, manifest_specs
 from hscache.spool import Spool, SpoolWriter
 from hscache.store.durable import Staging, fsync_directory, replace_file, write_file
 from hscache.store.head import write_target
-from hscache.store.index import committed_shards, finalize, parquet_bytes, read_manifest
+from hscache.store.index import committed_shards, finalize, parquet_bytes, read_manifest, table_digest
 from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
 from hscache.store.shard_writer import ShardWriter
 from hscache.target.facts import file_digests, read_shape, resolve_path, resolve_taps, tokenizer_files
@@ -338,7 +338,7 @@ def _document(manifest: BuildManifest, digests: dict[str, Any], plan: Plan) -> d
         "target": {"shape": manifest.target.shape.model_dump(), **digests},
         "corpus": plan.corpus,
         "plan": {
-            "digest": plan_digest(plan),
+            "digest": table_digest(plan.table),
             "shards": len(plan.batches),
             "batches": sum(len(batches) for batches in plan.batches),
             **plan.totals,
@@ -346,11 +346,6 @@ def _document(manifest: BuildManifest, digests: dict[str, Any], plan: Plan) -> d
         "created": {"hscache": hscache.__version__, "time": _now()},
     }
     return {**body, "digest": json_digest(body)}
-
-
-def plan_digest(plan: Plan) -> str:
-    """Return the digest of a plan's table."""
-    return json_digest({name: plan.table[name].to_pylist() for name in PLAN_SCHEMA.names})
 
 
 def _refuse_foreign(out: Path) -> None:
