@@ -322,7 +322,7 @@ class _Verifier:
         weight = stored.exp()
         error = ((recomputed.gather(-1, ids) - stored).abs() * weight).sum(-1) / weight.sum(-1)
         worst = float(error.max())
-        self._head_errors += error.tolist()
+        self._head_errors += error[error.isfinite()].tolist()
         if not math.isfinite(worst) or worst > _HEAD_LIMIT_NATS:
             detail = f"log-probabilities differ by {worst:.3f} nats, limit {_HEAD_LIMIT_NATS}"
             self._find("head-mismatch", where, detail, shard)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import google_crc32c
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from hscache.checks import Health, RowStats, reduce_rows
 from hscache.manifest import BuildManifest, parse_manifest
 from hscache.plan import CorpusRow, Plan, make_plan, manifest_specs, supervised
-from hscache.store.durable import Staging, write_file
+from hscache.store.durable import Staging
 from hscache.store.head import write_target
 from hscache.store.index import finalize, parquet_bytes, table_digest
 from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
@@ -131,11 +133,12 @@ def make_store(
     }
     document = {**body, "digest": json_digest(body)}
     path.mkdir()
-    write_file(paths.manifest, canonical_json(document))
-    write_file(paths.plan, parquet_bytes(plan.table))
+    paths.manifest.write_bytes(canonical_json(document))
+    paths.plan.write_bytes(parquet_bytes(plan.table))
     paths.shards.mkdir()
     made: dict[str, Arrays] = {}
-    with Staging(paths.staging) as staging:
+    # most of a little store's time would be the disk's: no power cut threatens it
+    with patch("os.fsync"), Staging(paths.staging) as staging:
         config = staging.path / "config.json"
         config.write_text('{"model_type": "little"}')
         facts = {"head": {"scale": 1.0, "softcap": None}, "norm_kind": "w", "norm_eps": 1e-6}
@@ -190,6 +193,29 @@ def stats_of(arrays: Arrays) -> RowStats:
 def n_loss(row: CorpusRow) -> int:
     """Return a row's supervised tokens."""
     return supervised(row.loss_mask)
+
+
+def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Tell whether two arrays are equal in shape, type and every bit."""
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def flip(path: Path, position: int = -5, bit: int = 1) -> None:
+    """Flip bits of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= bit
+    path.write_bytes(data)
+
+
+def change_token(root: Path) -> None:
+    """Change a token in a shard and make all checksums agree again, but the digest of the sample."""
+    path = root / "shards/00000.zarr/input_ids/c.0"
+    data = bytearray(path.read_bytes())
+    chunk = bytearray(data[: 4096 * 4])
+    chunk[0] ^= 1
+    data[: 4096 * 4] = chunk
+    data[4096 * 4 : 4096 * 4 + 4] = google_crc32c.value(bytes(chunk)).to_bytes(4, "little")
+    path.write_bytes(data)
 
 
 class _Batches:

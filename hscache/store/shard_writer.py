@@ -45,7 +45,7 @@ class SampleRow:
         start: First token row in the shard; -1 when rejected.
         n_tokens: Token rows.
         loss_start: First row in the logit arrays; -1 when rejected.
-        n_loss: Rows in the logit arrays.
+        n_loss: Supervised tokens; rows in the logit arrays where there are any.
         digest: xxh3-128 over the sample's bytes in all arrays, in layout order; empty when rejected.
         reason: Reason code of a rejected sample, else empty.
         detail: What was seen.
@@ -166,7 +166,8 @@ class ShardWriter:
             arrays: One entry per array of the store, with the stored element type and the sample's rows.
         """
         digest = xxhash.xxh3_128()
-        n_tokens, n_loss = len(arrays["input_ids"]), 0
+        # the mask's own count, for a store without logit arrays
+        n_tokens, n_loss = len(arrays["input_ids"]), int(np.count_nonzero(arrays["loss_mask"][1:]))
         for name, writer in self._arrays.items():
             rows = np.ascontiguousarray(arrays[name])
             if writer.spec.axis == "tokens":
