@@ -38,7 +38,6 @@ CODES: dict[str, str] = {
     "target-structure": "backbone, decoder layers or head cannot be found in the loaded model",
     "target-head": "the head does not reproduce the model's own logits from the final state",
     "disk-full": "the store does not fit on the disk",
-    "dependency-missing": "an optional package is not installed",
     # integrity
     "store-damaged": "a store's file is missing, truncated or altered",
     "sample-digest": "a sample's bytes differ from its digest",

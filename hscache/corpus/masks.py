@@ -72,9 +72,11 @@ def load_tokenizer(target: Path) -> Any:
     Raises:
         EnvironmentFault: ``target-missing``.
     """
+    target = target.expanduser()
+    if not target.is_dir():  # transformers would take it for a hub id and ask the network, for a minute
+        raise EnvironmentFault("target-missing", f"{target}: no such target directory")
     import transformers
 
-    target = target.expanduser()
     try:
         return transformers.AutoTokenizer.from_pretrained(str(target))
     except (OSError, ValueError) as error:
