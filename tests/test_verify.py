@@ -315,6 +315,10 @@ def test_a_planted_fault_is_found(code: str, make: Plant, tmp_path: Path) -> Non
     assert json.loads(json.dumps(full.to_json(), allow_nan=False))["findings"]
 
 
+def test_altered_metadata_is_reported_and_what_it_describes_is_not_read(tmp_path: Path) -> None:
+    assert [finding.code for finding in verify(_flipped_metadata(tmp_path)).findings] == ["file-content"]
+
+
 def test_findings_name_the_shard_to_rebuild(tmp_path: Path) -> None:
     root = _removed_shard(tmp_path)
     (finding,) = [f for f in verify(root).findings if f.code == "shard-missing"]
