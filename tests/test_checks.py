@@ -121,7 +121,7 @@ def test_health_numbers_are_those_of_numpy_over_all_samples() -> None:
     health = Health(4)
     for states, last in parts:
         health.add(stats_of(states, last))
-    numbers = torch.cat([torch.cat(part, dim=1) for part in parts]).double().numpy()  # type: ignore[arg-type]
+    numbers = torch.cat([torch.cat(part, dim=1) for part in parts]).double().numpy()
     square = np.square(numbers).mean(-1)
     got = health.to_json()
     assert got["tokens"] == 44

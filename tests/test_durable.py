@@ -111,7 +111,8 @@ def test_a_lock_file_that_a_sweep_took_before_it_was_locked_is_made_again(
 ) -> None:
     import fcntl
 
-    root, real, seen = tmp_path / "staging", fcntl.flock, []
+    root, real = tmp_path / "staging", fcntl.flock
+    seen: list[int] = []
 
     def flock(fd: int, how: int) -> None:
         if not seen:  # another process sweeps between the making of the file and its locking

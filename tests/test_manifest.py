@@ -45,7 +45,7 @@ def test_shipped_manifest_loads_with_declared_shape_and_explicit_taps(path: Path
     manifest = load_manifest(path)
     assert manifest.target.shape is not None
     assert len(manifest.states.taps) == 5
-    assert max(manifest.states.taps) < manifest.target.shape.num_layers  # type: ignore[type-var,operator]
+    assert max(manifest.states.taps) < manifest.target.shape.num_layers  # type: ignore[operator]
     assert manifest.logits.topk == 64
 
 
@@ -216,9 +216,9 @@ def test_a_path_without_a_manifest_is_refused(tmp_path: Path, write: Any) -> Non
 def test_manifest_is_frozen(write: Any) -> None:
     manifest = load_manifest(write(MINIMAL))
     with pytest.raises(ValidationError):
-        manifest.limits.max_tokens = 1  # type: ignore[misc]
+        manifest.limits.max_tokens = 1
     with pytest.raises(ValidationError):
-        manifest.limits = manifest.limits  # type: ignore[misc]
+        manifest.limits = manifest.limits
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

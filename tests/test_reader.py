@@ -80,7 +80,7 @@ def test_every_array_comes_back_in_every_kind(little: Little) -> None:
     store = hscache.open(little.path)
     for i, name in enumerate(good_ids(little)):
         arrays = little.arrays[name]
-        bits, numbers, tensors = (store.sample(i, kind=kind, verify=True) for kind in ("bits", "numpy", "torch"))  # type: ignore[arg-type]
+        bits, numbers, tensors = (store.sample(i, kind=kind, verify=True) for kind in ("bits", "numpy", "torch"))
         assert bits.sample_id == name
         for field in ("input_ids", "loss_mask"):
             for sample in (bits, numbers):
@@ -111,6 +111,7 @@ def test_head_and_final_state_give_the_stored_distribution(little: Little) -> No
     assert torch.equal(head.norm, weights["norm"])
     for sample in hscache.open(little.path):
         assert sample.logits is not None
+        assert sample.final_state is not None
         logits = head.logits(sample.final_state[sample.logits.positions - 1])
         lse = torch.logsumexp(logits, -1)
         torch.testing.assert_close(lse, sample.logits.lse)
