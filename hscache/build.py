@@ -21,30 +21,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import hscache
 from hscache.checks import Health
+from hscache.claim import claim, now, refuse_foreign, store_document
 from hscache.console import Progress, say, size
 from hscache.corpus.readers import read_corpus
 from hscache.errors import ConflictError, EnvironmentFault
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan, array_bytes, make_plan, manifest_specs
 from hscache.spool import Spool, SpoolWriter
-from hscache.store.durable import Staging, fsync_directory, replace_file, write_file
+from hscache.store.durable import Staging
 from hscache.store.head import write_target
-from hscache.store.index import committed_shards, finalize, parquet_bytes, read_manifest, table_digest
-from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
+from hscache.store.index import committed_shards, finalize, read_shard
+from hscache.store.layout import StorePaths
 from hscache.store.shard_writer import ShardWriter
 from hscache.target.facts import file_digests, read_shape, resolve_path, resolve_taps, tokenizer_files
 
 if TYPE_CHECKING:
     from hscache.target.capture import Capturer, Pending
+    from hscache.target.kernel_sites import KernelRecord
+    from hscache.target.kernels import KernelObservation
+    from hscache.target.loading import LoadedTarget
 
 _BATCHES_IN_FLIGHT = 2
 _FREE_MARGIN_BYTES = 256 << 20
-# where things lie on this machine is no part of what a store holds
-_NOT_IDENTITY = ("manifest.target.path", "manifest.corpus.path", "created", "digest")
 
 
 class Interrupted(Exception):
@@ -88,7 +89,29 @@ class BuildReport:
     capture_seconds: float = 0.0
 
 
-def build(manifest: BuildManifest, out: Path, *, device: str | None = None, fast_digest: bool = False) -> BuildReport:
+@dataclass(frozen=True)
+class KernelPolicy:
+    """Which kernel paths a build accepts.
+
+    Attributes:
+        choice: ``auto`` keeps what transformers chose, ``torch`` forces the references, ``fla`` never falls back.
+        allow_fallback: Let ``auto`` run torch references on a GPU where kernels exist.
+        accept_path: ``path_id`` of a kernel path that may differ from the one of the committed shards.
+    """
+
+    choice: Literal["auto", "torch", "fla"] = "auto"
+    allow_fallback: bool = False
+    accept_path: str | None = None
+
+
+def build(
+    manifest: BuildManifest,
+    out: Path,
+    *,
+    device: str | None = None,
+    fast_digest: bool = False,
+    kernels: KernelPolicy = KernelPolicy(),
+) -> BuildReport:
     """Build a store, or finish one.
 
     Args:
@@ -96,6 +119,7 @@ def build(manifest: BuildManifest, out: Path, *, device: str | None = None, fast
         out: Store directory; new, empty, or begun with the same manifest.
         device: Where the target runs, such as ``cuda:0``; None for CUDA if there is one.
         fast_digest: Know the weight files by size and time instead of sha256.
+        kernels: Which kernel paths are accepted.
 
     Raises:
         HscacheError: Of every group; see :mod:`hscache.errors`.
@@ -107,13 +131,13 @@ def build(manifest: BuildManifest, out: Path, *, device: str | None = None, fast
     shape = read_shape(manifest.target, directory)
     manifest = resolve_taps(manifest, shape)
     paths = StorePaths(out)
-    _refuse_foreign(out)
+    refuse_foreign(out)
     with Staging(paths.staging) as staging, _stop_on_signal() as stop:
         with SpoolWriter(staging.path / "corpus.arrow") as sink:
             rows = read_corpus(Path(manifest.corpus.path).expanduser())
             plan = make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
-        document = _document(manifest, file_digests(directory, fast=fast_digest), plan)
-        _claim(paths, document, plan, staging.path)
+        document = store_document(manifest, file_digests(directory, fast=fast_digest), plan)
+        digest = claim(paths, document, plan, staging.path)
         todo = sorted(set(range(len(plan.batches))) - set(committed_shards(out)))
         require_space(bytes_needed(plan, manifest, todo), out)
         report = BuildReport(str(out), len(plan.batches), built=len(todo))
@@ -122,7 +146,7 @@ def build(manifest: BuildManifest, out: Path, *, device: str | None = None, fast
                 f"{len(todo)} of {len(plan.batches)} shards to build;"
                 f" loading {directory.name} ({manifest.target.dtype})"
             )
-            job = _Job(manifest, plan, paths, staging.path, str(document["digest"]), stop)
+            job = _Job(manifest, plan, paths, staging.path, digest, kernels, stop)
             report.capture_seconds = job.run(todo, directory, device)
         index = finalize(out, staging.path)
     _fill_report(report, index, paths)
@@ -175,10 +199,12 @@ class _Job:
         paths: StorePaths,
         staging: Path,
         manifest_digest: str,
+        kernels: KernelPolicy,
         stop: list[int],
     ) -> None:
         self._manifest, self._plan, self._paths, self._staging = manifest, plan, paths, staging
-        self._manifest_digest, self._stop = manifest_digest, stop
+        self._manifest_digest, self._kernels, self._stop = manifest_digest, kernels, stop
+        self._paths_there: dict[str, dict[str, Any]] = {}
         self._rejected = 0
         self._bytes = 0
 
@@ -186,25 +212,67 @@ class _Job:
         """Load the target and capture; return seconds from the first forward batch to the last commit."""
         # here, since planning and resuming a finished store need no torch
         from hscache.target.capture import Capturer
+        from hscache.target.kernels import observe_kernels
         from hscache.target.loading import load_target, pick_device
-        from hscache.target.provenance import provenance
 
         shape, states = self._manifest.target.shape, self._manifest.states
         assert shape is not None
         assert isinstance(states.taps, tuple)
         target = load_target(self._manifest.target, shape, directory, pick_device(device))
+        self._accept_path(target)
+        self._write_target(target, directory)
+        capturer = Capturer(target, states.taps, final_state=states.final_state, topk=self._manifest.logits.topk)
+        started = time.monotonic()
+        with observe_kernels(target.model, self._kernels.choice) as observation:
+            self._capture(todo, capturer, observation)
+        return time.monotonic() - started
+
+    def _write_target(self, target: LoadedTarget, directory: Path) -> None:
         tensors = {"embed": target.model.get_input_embeddings().weight}  # type: ignore[operator]
         tensors |= {"lm_head": target.head.weight, "norm": target.norm.weight}
         facts = {name: target.report[name] for name in ("class", "head", "norm_kind", "norm_eps")}
         copies = [directory / "config.json", *tokenizer_files(directory)]
-        write_target(self._paths.target, self._staging, tensors, {**facts, "shape": shape.model_dump()}, copies)
-        capturer = Capturer(target, states.taps, final_state=states.final_state, topk=self._manifest.logits.topk)
-        self._provenance = provenance(target.device, target.report)
-        started = time.monotonic()
-        self._capture(todo, capturer)
-        return time.monotonic() - started
+        write_target(self._paths.target, self._staging, tensors, {**facts, "shape": target.shape.model_dump()}, copies)
 
-    def _capture(self, todo: list[int], capturer: Capturer) -> None:
+    def _accept_path(self, target: LoadedTarget) -> None:
+        """Refuse a fallback on a GPU, and a path other than that of the committed shards."""
+        from hscache.target.kernel_path import describe_path
+        from hscache.target.kernels import planned_records
+        from hscache.target.provenance import context, kernels
+
+        records = planned_records(target.model, self._kernels.choice)
+        path = describe_path(records)
+        fallback = self._kernels.choice == "auto" and path.kind in ("torch", "mixed", "unknown")
+        if fallback and target.device.type == "cuda" and not self._kernels.allow_fallback:
+            raise EnvironmentFault(
+                "kernel-fallback",
+                f"on this GPU the target's kernels would be {path}",
+                hint=f"hscache doctor --target {self._manifest.target.path} says why; --allow-fallback goes on",
+            )
+        self._device = target.device
+        self._context = context(target.device, target.report)
+        here = {**self._context, "kernels": kernels(records, target.device)}
+        say(f"kernel path: {path}")
+        for shard in committed_shards(self._paths.root):
+            there = read_shard(self._paths.shard(shard))["provenance"]
+            made = there["kernels"]
+            if made["path_id"] == self._kernels.accept_path:
+                continue
+            self._paths_there[made["path_id"]] = there
+            if made["planned_id"] != here["kernels"]["planned_id"]:
+                raise self._other_kernels(there, here)
+
+    def _other_kernels(self, there: dict[str, Any], here: dict[str, Any]) -> ConflictError:
+        from hscache.target.provenance import path_differences
+
+        return ConflictError(
+            "store-other-kernels",
+            f"{self._paths.root}: its shards were computed by another kernel path:\n  "
+            + "\n  ".join(path_differences(there, here)),
+            hint=f"restore that environment, or accept the mixture: --accept-path {there['kernels']['path_id']}",
+        )
+
+    def _capture(self, todo: list[int], capturer: Capturer, observation: KernelObservation) -> None:
         spool = Spool(self._staging / "corpus.arrow")
         progress = Progress("build", sum(self._plan.shard_rows[shard][0] for shard in todo), "tok")
         in_flight: deque[Future[int]] = deque()
@@ -225,7 +293,9 @@ class _Job:
                     for pending in capturer.start(spool.batch(number)):
                         in_flight.append(writer.submit(self._guarded, work.take, pending))
                     collect(_BATCHES_IN_FLIGHT)
-                in_flight.append(writer.submit(self._guarded, self._commit, work, shard, capturer.oom_splits))
+                # here: on the writer thread the next shard's calls would be counted with this one's
+                seen = {"oom_splits": capturer.oom_splits, **self._ran(observation.take(), shard)}
+                in_flight.append(writer.submit(self._guarded, self._commit, work, shard, seen))
                 done += 1
             collect(0)
         progress.close()
@@ -239,12 +309,24 @@ class _Job:
                 raise
             raise self._disk_full(f"{error.strerror}") from error
 
-    def _commit(self, work: _Shard, shard: int, oom_splits: int) -> int:
+    def _ran(self, records: list[KernelRecord], shard: int) -> dict[str, Any]:
+        """Return the kernels that a shard ran; refuse it when they are no path, or not that of the other shards."""
+        from hscache.target.provenance import kernels, require_one_path
+
+        require_one_path(records, f"shard {shard}")
+        here = {**self._context, "kernels": kernels(records, self._device)}
+        for path_id, there in self._paths_there.items():
+            if path_id != here["kernels"]["path_id"]:
+                raise self._other_kernels(there, here)
+        self._paths_there = {here["kernels"]["path_id"]: here}
+        return {"kernels": here["kernels"], "accepted_path": self._kernels.accept_path}
+
+    def _commit(self, work: _Shard, shard: int, seen: dict[str, Any]) -> int:
         work.commit(
             {
                 "shard": shard,
                 "manifest_digest": self._manifest_digest,
-                "provenance": {**self._provenance, "oom_splits": oom_splits, "time": _now()},
+                "provenance": {**self._context, **seen, "time": now()},
             }
         )
         self._rejected += work.rejected
@@ -329,79 +411,6 @@ def _stop_on_signal() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-def _document(manifest: BuildManifest, digests: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return ``manifest.json``: all that decides the store's content, and a digest over it."""
-    assert manifest.target.shape is not None
-    body = {
-        "format_version": FORMAT_VERSION,
-        "manifest": manifest.model_dump(mode="json"),
-        "target": {"shape": manifest.target.shape.model_dump(), **digests},
-        "corpus": plan.corpus,
-        "plan": {
-            "digest": table_digest(plan.table),
-            "shards": len(plan.batches),
-            "batches": sum(len(batches) for batches in plan.batches),
-            **plan.totals,
-        },
-        "created": {"hscache": hscache.__version__, "time": _now()},
-    }
-    return {**body, "digest": json_digest(body)}
-
-
-def _refuse_foreign(out: Path) -> None:
-    if out.exists() and not StorePaths(out).manifest.exists():
-        # staging alone is what an interrupted first start leaves
-        foreign = [path.name for path in out.iterdir() if path.name != "staging"] if out.is_dir() else [out.name]
-        if foreign:
-            raise ConflictError(
-                "store-exists",
-                f"{out}: holds {', '.join(sorted(foreign)[:3])} but no manifest.json",
-                hint="choose another --out; nothing was changed",
-            )
-
-
-def _claim(paths: StorePaths, document: dict[str, Any], plan: Plan, staging: Path) -> None:
-    """Write ``manifest.json`` and ``plan.parquet``, or check that the store was begun with the same ones."""
-    fresh = staging / "manifest.json"
-    write_file(fresh, canonical_json(document))
-    try:
-        os.link(fresh, paths.manifest)  # fails when it exists: of two builders one is first, and neither overwrites
-        fsync_directory(paths.root)
-    except FileExistsError:
-        _refuse_other(paths.root, document)
-    if not paths.plan.exists():
-        replace_file(paths.plan, parquet_bytes(plan.table), staging)
-
-
-def _refuse_other(root: Path, document: dict[str, Any]) -> None:
-    there, wanted = _flat(read_manifest(root)), _flat(document)
-    differing = [
-        f"{key}: store {there.get(key)!r}, now {wanted.get(key)!r}"
-        for key in sorted(there.keys() | wanted.keys())
-        if there.get(key) != wanted.get(key) and not key.startswith(_NOT_IDENTITY)
-    ]
-    if not differing:
-        document["digest"] = read_manifest(root)["digest"]
-        return
-    # a changed limit changes the plan too: name the cause before its consequences
-    differing.sort(key=lambda line: (not line.startswith("manifest."), line.startswith("plan.")))
-    more = f"\n  and {len(differing) - 5} more" if len(differing) > 5 else ""
-    raise ConflictError(
-        "store-other-manifest",
-        f"{root} was begun differently:\n  " + "\n  ".join(differing[:5]) + more,
-        hint="build into another --out, or give the manifest, target and corpus that the store was begun with",
-    )
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    out: dict[str, Any] = {}
-    for key, item in value.items():
-        out.update(_flat(item, f"{prefix}.{key}" if prefix else key))
-    return out
-
-
 def _fill_report(report: BuildReport, index: Any, paths: StorePaths) -> None:
     for status, reason, tokens, loss in zip(
         *(index[name].to_pylist() for name in ("status", "reason", "n_tokens", "n_loss")), strict=True
@@ -413,7 +422,3 @@ def _fill_report(report: BuildReport, index: Any, paths: StorePaths) -> None:
         else:
             report.rejected[reason] = report.rejected.get(reason, 0) + 1
     report.bytes = sum(path.stat().st_size for path in paths.shards.rglob("*") if path.is_file())
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -149,6 +149,16 @@ def build(
     fast_digest: Annotated[
         bool, typer.Option("--fast-digest", help="Know weight files by size and time, not sha256.")
     ] = False,
+    kernels: Annotated[
+        Literal["auto", "torch", "fla"],
+        typer.Option(help="auto: what transformers chose; torch: the references; fla: never fall back."),
+    ] = "auto",
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Let auto run torch references on a GPU.")
+    ] = False,
+    accept_path: Annotated[
+        str | None, typer.Option(help="Id of another kernel path whose shards may stay in this store.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run the target over the corpus and write a store; run again to go on after a stop.
@@ -157,12 +167,18 @@ def build(
     """
     from dataclasses import asdict
 
-    from hscache.build import Interrupted
+    from hscache.build import Interrupted, KernelPolicy
     from hscache.build import build as run_build
     from hscache.report import print_build
 
     try:
-        report = run_build(_manifest(manifest, set_), out, device=device, fast_digest=fast_digest)
+        report = run_build(
+            _manifest(manifest, set_),
+            out,
+            device=device,
+            fast_digest=fast_digest,
+            kernels=KernelPolicy(kernels, allow_fallback, accept_path),
+        )
     except Interrupted as stop:
         say(f"{stop}: the committed shards are whole. To go on:\n  {_command_line()}")
         raise typer.Exit(128 + stop.signum) from None
@@ -178,19 +194,34 @@ def verify(
     level: Annotated[
         Literal["quick", "full"], typer.Option(help="quick: records and sizes; full: every byte.")
     ] = "full",
+    recompute: Annotated[int, typer.Option(min=0, help="Run K random samples again and compare.")] = 0,
+    kernels: Annotated[
+        str | None, typer.Option(help="Compare two kernel paths on samples of the store: torch,fla or torch,bound.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="Another store of the same corpus to compare with.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples for --kernels and --against.")] = 8,
+    target: Annotated[Path | None, typer.Option(help="Checkpoint directory; default: the manifest's.")] = None,
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG of 1 - cosine per layer, for --kernels.")] = None,
     json: Json = False,
 ) -> None:
     """Prove that a store is whole and right; exit status 1 and a list when it is not.
 
-    Example: hscache verify runs/demo/store --level full
+    Example: hscache verify runs/demo/store --recompute 4
     """
-    from hscache.report import print_verify
+    from hscache.report import print_verify, verify_with_states
     from hscache.verify import verify as run_verify
 
     report = run_verify(store, level)
+    states = verify_with_states(
+        report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target, device=device,
+        plot=plot, show=not json,
+    )  # fmt: skip
     if json:
-        emit_json(report.to_json())
+        emit_json({**report.to_json(), **states})
     print_verify(report)
+    for part in states.values():
+        say(part["sentence"])
     _exit_if(not report.ok)
 
 
@@ -207,6 +238,25 @@ def info(store: StoreArgument, json: Json = False) -> None:
         emit_json(facts)
     else:
         print_info(facts)
+
+
+@app.command()
+def doctor(
+    target: Annotated[Path | None, typer.Option("--target", help="Checkpoint directory; its config is enough.")] = None,
+    json: Json = False,
+) -> None:
+    """Show what would run for each op of the target on this machine, and how to mend what is missing.
+
+    Exit status 1 when a build here would fall back. Example: hscache doctor --target ~/models/Qwen3.6-27B
+    """
+    from hscache.doctor import diagnose, render
+
+    diagnosis = diagnose(target.expanduser() if target else None)
+    if json:
+        emit_json(diagnosis.to_json())
+    else:
+        print(render(diagnosis), end="")
+    _exit_if(not diagnosis.ok)
 
 
 def _manifest(path: Path, overrides: list[str] | None) -> BuildManifest:

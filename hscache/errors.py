@@ -19,6 +19,7 @@ CODES: dict[str, str] = {
     "taps-invalid": "taps outside the target's layers, unordered or repeated",
     "target-facts-mismatch": "the manifest's declared shape differs from the target's config",
     "codec-unknown": "a codec that this version does not have",
+    "kernel-choice": "a kernel choice or op that does not exist, or that no package implements for this model",
     # input
     "corpus-missing": "the corpus does not exist",
     "corpus-format": "the corpus has no known columns, or is no known file type",
@@ -31,6 +32,7 @@ CODES: dict[str, str] = {
     "sample-unknown": "no such sample in this store",
     "sample-range": "a token range outside the sample",
     "array-absent": "this store was built without that array",
+    "stores-incomparable": "two stores without a common tap or sample",
     # environment
     "target-missing": "the target directory or hub repository cannot be read",
     "target-config": "the target's config.json lacks what a build needs",
@@ -38,11 +40,19 @@ CODES: dict[str, str] = {
     "target-structure": "backbone, decoder layers or head cannot be found in the loaded model",
     "target-head": "the head does not reproduce the model's own logits from the final state",
     "disk-full": "the store does not fit on the disk",
+    "dependency-missing": "an optional package is not installed",
+    "kernel-fallback": "an optional kernel would not run on this GPU",
+    "kernel-path-broken": "the kernels that ran are not one whole path",
+    "kernel-missing": "a forced kernel cannot be imported",
+    "kernel-device": "a forced kernel cannot run on the model's device",
+    "kernel-fixed": "a part of the model has one implementation only, and another one is forced",
+    "kernel-wrong-states": "the installed versions compute wrong states for this model",
     # integrity
     "store-damaged": "a store's file is missing, truncated or altered",
     "sample-digest": "a sample's bytes differ from its digest",
     # conflict
     "store-other-manifest": "the store was begun with another manifest, target or corpus",
+    "store-other-kernels": "the store's shards were computed by another kernel path",
     "store-exists": "the output path holds something that is not this store",
     # format
     "format-version": "the store's format is newer than this version reads",

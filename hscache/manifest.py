@@ -64,7 +64,7 @@ class TargetSpec(_Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the forward pass. States are stored as bf16 either way."""
     attn_implementation: str = "sdpa"
-    """As transformers names it. ``eager`` on CPU makes a row's bits independent of its batch's padded width."""
+    """As transformers names it: ``sdpa``, ``eager``, ``flash_attention_2``, ..."""
     shape: TargetShape | None = None
 
 

@@ -141,7 +141,7 @@ def make_plan(
         raise InputError(
             "corpus-empty",
             f"{manifest.corpus.path}: no row can be used ({reasons})",
-            hint="hscache plan MANIFEST --json",
+            hint=f"row 0: {plan.table['detail'][0]}" if len(plan.table) else "hscache generate writes a corpus",
         )
     return plan
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
 from hscache.build import BuildReport, bytes_needed, free_bytes
 from hscache.console import duration, facts, say, size, table
+from hscache.errors import ConfigError, EnvironmentFault
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan, array_bytes, manifest_specs
 from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
 from hscache.store.layout import StorePaths
-from hscache.verify import VerifyReport
+from hscache.verify import Finding, VerifyReport
+
+if TYPE_CHECKING:
+    from hscache.compare import Comparison, KernelsReport
 
 _SHOWN_VERSIONS = ("transformers", "torch", "flash-linear-attention", "causal-conv1d")
 
@@ -112,6 +117,142 @@ def print_verify(report: VerifyReport, limit: int = 20) -> None:
             say(f"hint: hscache verify {report.store} --level full")
 
 
+def verify_with_states(
+    report: VerifyReport,
+    *,
+    recompute: int = 0,
+    kernels: str | None = None,
+    against: Path | None = None,
+    samples: int = 8,
+    target: Path | None = None,
+    device: str | None = None,
+    plot: Path | None = None,
+    show: bool = True,
+) -> dict[str, Any]:
+    """Compare states as asked, add findings to the report, and return the comparisons as plain JSON.
+
+    Args:
+        report: Of the integrity check; findings are added.
+        recompute: Samples to run again.
+        kernels: ``reference,candidate``.
+        against: Another store.
+        samples: Samples for ``kernels`` and ``against``.
+        target: Checkpoint directory; None for the manifest's.
+        device: Where to run.
+        plot: PNG to write for ``kernels``.
+        show: Print tables to stdout.
+
+    Raises:
+        ConfigError: ``kernel-choice``.
+    """
+    if not (recompute or kernels or against):
+        return {}
+    import hscache
+    from hscache import compare
+
+    store, out = hscache.open(report.store), {}
+    if recompute:
+        again = compare.recompute(store, recompute, target=target, device=device)
+        bad = compare.fault(again)
+        exact = min(tap.equal for tap in again.taps)
+        sentence = f"recomputed {again.samples} samples alone: " + (bad or f"the stored states, {exact:.2%} bit by bit")
+        out["recompute"] = {**asdict(again), "sentence": sentence}
+        if bad:
+            report.findings.append(Finding("recompute-differs", again.worst_sample, bad))
+        if show:
+            _print_distances("stored against recomputed", again)
+    if kernels:
+        paths = tuple(kernels.split(","))
+        if len(paths) != 2 or not set(paths) <= {"torch", "fla", "bound"}:
+            raise ConfigError(
+                "kernel-choice", f"--kernels {kernels}: expected two of torch, fla, bound", hint="torch,fla"
+            )
+        two = compare.kernels(store, paths, samples, target=target, device=device)  # type: ignore[arg-type]
+        out["kernels"] = two.to_json()
+        if not two.agree:
+            report.findings.append(Finding("kernels-differ", kernels, two.sentence))
+        if show:
+            _print_kernels(two)
+        if plot:
+            plot_kernels(two, plot)
+    if against:
+        other = compare.against(store, hscache.open(against), samples)
+        bad = compare.fault(other)
+        exact = min(tap.equal for tap in other.taps)
+        sentence = f"against {against}, {other.samples} samples: " + (bad or f"the same states, {exact:.2%} bit by bit")
+        out["against"] = {**asdict(other), "sentence": sentence}
+        if bad:
+            report.findings.append(Finding("stores-differ", str(against), bad))
+        if show:
+            _print_distances(f"{report.store} against {against}", other)
+    return out
+
+
+def _print_distances(title: str, comparison: Comparison, ratios: list[float] | None = None) -> None:
+    columns = ["tap", "1-cos mean", "p99", "max", "rel L2", "norm ratio", "bits equal", *comparison.taps[0].by_position]
+    rows: list[list[object]] = []
+    for i, tap in enumerate(comparison.taps):
+        numbers = [f"{x:.1e}" for x in (tap.mean, tap.p99, tap.max, tap.rel_l2)]
+        by_position = [f"{x:.1e}" for x in tap.by_position.values()]
+        rows.append([tap.name, *numbers, f"{tap.norm_ratio:.5f}", f"{tap.equal:.1%}", *by_position])
+        if ratios is not None:
+            rows[-1].append(f"{ratios[i]:.2g}")
+    table(title, columns + (["x floor"] if ratios is not None else []), rows, right=range(1, len(columns) + 1))
+    if comparison.top1 is not None:
+        print(f"first choice equal {comparison.top1:.2%}, KL {comparison.kl_nats:.2e} nats")
+
+
+def _print_kernels(report: KernelsReport) -> None:
+    reference, candidate = report.paths
+    if report.local:
+        rows = [
+            [
+                c.layer_index, c.op, f"{c.total.one_minus_cos_mean:.1e}", f"{c.total.one_minus_cos_max:.1e}",
+                f"{c.total.rel_frobenius:.1e}", f"{c.total.norm_ratio:.6f}",
+                "ok" if c.ok else f"{', '.join(c.beyond)} heads {list(c.bad_heads)}",
+            ]
+            for c in report.local
+        ]  # fmt: skip
+        columns = ("layer", "op", "1-cos mean", "max", "rel Frobenius", "norm ratio", "")
+        table(f"{candidate} against {reference}, same inputs to both", columns, rows, right=(0, 2, 3, 4, 5))
+    _print_distances(f"{candidate} against {reference}, end to end", report.end_to_end, report.ratios)
+    _print_distances(f"noise floor: {reference} in the store's precision against the next wider one", report.floor)
+
+
+def plot_kernels(report: KernelsReport, path: Path) -> None:
+    """Draw 1 - cosine per layer: local, end to end, and the noise floor.
+
+    Args:
+        report: The comparison.
+        path: PNG to write.
+
+    Raises:
+        EnvironmentFault: ``dependency-missing`` without matplotlib.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise EnvironmentFault(
+            "dependency-missing", "--plot needs matplotlib", hint="pip install 'hscache[report]'"
+        ) from error
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for op in dict.fromkeys(c.op for c in report.local):
+        points = [(c.layer_index, c.total.one_minus_cos_mean) for c in report.local if c.op == op]
+        axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=f"{op}, same inputs")
+    for name, comparison, style in (("end to end", report.end_to_end, "s-"), ("noise floor", report.floor, "k--")):
+        points = [(int(t.name.split()[1]), t.mean) for t in comparison.taps if t.name.startswith("tap ")]
+        axes.plot(*zip(*points, strict=True), style, label=name)
+    axes.set(
+        xlabel="layer", ylabel="mean 1 - cosine", yscale="log", title=f"{report.paths[1]} against {report.paths[0]}"
+    )
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def store_info(root: Path) -> dict[str, Any]:
     """Return what a store is: origin, shape, counts, sizes, provenance."""
     document, paths = read_manifest(root), StorePaths(root)
@@ -141,6 +282,7 @@ def store_info(root: Path) -> dict[str, Any]:
         "rejected": dict(Counter(rejected["reason"].to_pylist())),
         "shard_bytes": sum(entry["bytes"] for record in records for entry in record["files"].values()),
         "target_bytes": sum(p.stat().st_size for p in paths.target.glob("*")) if paths.target.exists() else 0,
+        "kernel_paths": sorted({record["provenance"]["kernels"]["path_id"] for record in records}),
         "provenance": first["provenance"] if first else None,
         "typical_rms": first["health"]["typical_rms"] if first else None,
     }
@@ -169,7 +311,8 @@ def print_info(info: dict[str, Any]) -> None:
         versions = made["versions"]
         head = made["load"]
         pairs += [
-            ("ran on", f"{made['hardware']['device']}, {info['dtype']}, {head['attn_implementation']} attention"),
+            ("ran on", f"{made['device']}, {info['dtype']}, {head['attn_implementation']} attention"),
+            ("kernels", f"{made['kernels']['path']} [{', '.join(info['kernel_paths'])}]"),
             ("with", ", ".join(f"{name} {versions[name]}" for name in _SHOWN_VERSIONS)),
             ("norm", f"{head['norm_kind']}, head scale {head['head']['scale']:g}, softcap {head['head']['softcap']}"),
             (

@@ -58,8 +58,12 @@ FINDINGS: dict[str, str] = {
     "statistics-record": "a shard's statistics differ from its record",
     "statistics-outlier": "a shard's states are of another magnitude than the store's",
     "index-stale": "index.parquet is missing, unreadable or differs from the shards",
+    "kernels-mixed": "shards were computed by different kernel paths, and nobody accepted that",
     "target-damaged": "a file of target/ is missing or altered",
     "head-mismatch": "lm_head(final state) does not give the stored top-k",
+    "recompute-differs": "the target gives other states for a sample than are stored (--recompute)",
+    "kernels-differ": "two kernel paths give different states (--kernels)",
+    "stores-differ": "two stores hold different states for the same samples (--against)",
 }
 """What ``verify`` can find: code -> meaning."""
 
@@ -146,6 +150,8 @@ class _Verifier:
         self._taps: list[int] = document["manifest"]["states"]["taps"]
         self._report = VerifyReport(str(root), "full" if full else "quick", shards=document["plan"]["shards"])
         self._typical: dict[int, list[float]] = {}
+        self._paths_seen: dict[str, int] = {}
+        self._paths_accepted: set[str] = set()
         self._head: TargetHead | None = None
         self._head_errors: list[float] = []
 
@@ -167,6 +173,7 @@ class _Verifier:
             progress.close()
         for shard in sorted(present - set(planned)):
             self._find("shard-extra", shard_name(shard), f"the plan has {len(planned)} shards", shard)
+        self._kernels()
         self._magnitudes()
         self._index()
         if self._head_errors:
@@ -216,6 +223,9 @@ class _Verifier:
         self._report.rejected += table.num_rows - len(good)
         tokens = sum(int(row["n_tokens"]) for row in good)
         self._report.tokens += tokens
+        made = body["provenance"]
+        self._paths_seen.setdefault(made["kernels"]["path_id"], shard)
+        self._paths_accepted.add(made["accepted_path"])
         if good:
             self._typical[shard] = body["health"]["typical_rms"]
         if self._full and whole:
@@ -335,6 +345,14 @@ class _Verifier:
                     "statistics-record", shard_name(shard), f"{name}: {found[name]} now, {recorded[name]}", shard
                 )
                 return
+
+    def _kernels(self) -> None:
+        others = {path: shard for path, shard in self._paths_seen.items() if path not in self._paths_accepted}
+        if len(others) > 1:
+            first, *rest = sorted(others, key=lambda path: others[path])
+            for path in rest:
+                detail = f"kernel path {path} from here on, {first} before"
+                self._find("kernels-mixed", shard_name(others[path]), detail, others[path])
 
     def _magnitudes(self) -> None:
         if len(self._typical) < 2:

@@ -1,12 +1,54 @@
-"""Fixtures that several test modules share."""
+"""Fixtures on a real model: SmolLM2-135M-Instruct and completions that it wrote itself (``make assets`` fetches it)."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
+import torch
 from hypothesis import settings
+
+from hscache.manifest import BuildManifest, parse_manifest
 
 # wall time on a shared machine says nothing; the same examples in every run, so that a red test stays red
 settings.register_profile("hscache", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "hscache"))
+
+DATA = Path(__file__).parent / "data"
+SMOLLM2 = Path.home() / ".cache/hscache/targets/SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Two OpenMP threads beside anything else on two cores are many times slower than one."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The demo's target, a real model."""
+    if not (SMOLLM2 / "config.json").exists():
+        pytest.fail("the test target is missing; run: make assets")
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Path:
+    """24 completions that SmolLM2 wrote for HumanEval and MT-Bench prompts, the shortest of the demo's."""
+    return DATA / "smollm2-completions.parquet"
+
+
+def smollm2_manifest(corpus: Path, **sections: dict[str, object]) -> BuildManifest:
+    """A manifest for SmolLM2 with small batches and shards; sections are merged over it."""
+    raw: dict[str, dict[str, object]] = {
+        "target": {"path": str(SMOLLM2), "dtype": "float32"},
+        "states": {"taps": [1, 8, 14, 20, 27]},
+        "corpus": {"path": str(corpus)},
+        "limits": {"batch_tokens": 512},
+        "store": {"shard_bytes": "2MiB"},
+    }
+    for name, section in sections.items():
+        raw[name] = {**raw.get(name, {}), **section}
+    return parse_manifest(raw, "test")

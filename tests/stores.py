@@ -175,7 +175,9 @@ def provenance(time: str = "") -> dict[str, Any]:
     """Return the provenance that ``info`` shows."""
     return {
         "versions": dict.fromkeys(("transformers", "torch", "flash-linear-attention", "causal-conv1d")),
-        "hardware": {"device": "cpu"},
+        "device": "cpu",
+        "kernels": {"path_id": "dense-0", "path": "dense"},
+        "accepted_path": None,
         "load": {"attn_implementation": "eager", "norm_kind": "w", "head": {"scale": 1.0, "softcap": None}},
         "time": time,
     }

@@ -14,11 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stores import Little, flip, make_store
 
 import hscache
 from hscache.cli import main
 from hscache.manifest import load_manifest
+from tests.stores import Little, flip, make_store
 
 MANIFESTS = Path(__file__).parents[1] / "manifests" / "build"
 

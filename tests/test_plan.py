@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stores import HIDDEN, VOCAB, corpus_rows, little_arrays, little_manifest
 
 from hscache.corpus.readers import read_corpus
 from hscache.errors import ConfigError, EnvironmentFault, InputError
@@ -23,6 +22,7 @@ from hscache.plan import REASONS, WINDOW_ROWS, CorpusRow, Plan, array_bytes, mak
 from hscache.store.layout import data_file_name
 from hscache.store.shard_writer import ShardWriter
 from hscache.target.facts import read_shape, resolve_path, resolve_taps
+from tests.stores import HIDDEN, VOCAB, corpus_rows, little_arrays, little_manifest
 
 Batches = list[list[CorpusRow]]
 

@@ -15,21 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from stores import (
-    HIDDEN,
-    TAPS,
-    TOPK,
-    VOCAB,
-    Little,
-    change_token,
-    corpus_rows,
-    flip,
-    head_weights,
-    little_arrays,
-    little_manifest,
-    make_store,
-    same_bits,
-)
 
 import hscache
 from hscache.errors import FormatError, HscacheError, InputError, IntegrityError
@@ -45,6 +30,21 @@ from hscache.store.layout import (
     json_digest,
 )
 from hscache.store.reader import as_torch
+from tests.stores import (
+    HIDDEN,
+    TAPS,
+    TOPK,
+    VOCAB,
+    Little,
+    change_token,
+    corpus_rows,
+    flip,
+    head_weights,
+    little_arrays,
+    little_manifest,
+    make_store,
+    same_bits,
+)
 
 Arrays = dict[str, NDArray[Any]]
 

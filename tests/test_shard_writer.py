@@ -17,7 +17,6 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from stores import same_bits
 
 from hscache.errors import ConfigError, IntegrityError
 from hscache.store.codecs import NAMES, Codec
@@ -30,6 +29,7 @@ from hscache.store.layout import (
 )
 from hscache.store.reader import as_torch, bf16_to_float32
 from hscache.store.shard_writer import ShardWriter
+from tests.stores import same_bits
 
 Arrays = dict[str, NDArray[Any]]
 

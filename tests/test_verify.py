@@ -12,20 +12,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stores import VOCAB, Arrays, change_token, corpus_rows, flip, little_manifest, make_store
 
 from hscache.errors import HscacheError
 from hscache.plan import CorpusRow
+from hscache.report import verify_with_states
 from hscache.store.codecs import NAMES
 from hscache.store.durable import Staging
 from hscache.store.index import finalize, read_shard
 from hscache.store.layout import StorePaths, canonical_json, group_metadata
 from hscache.verify import FINDINGS, verify
+from tests.stores import VOCAB, Arrays, change_token, corpus_rows, flip, little_manifest, make_store
 
 SHARD = "shards/00000.zarr"
 QUICK = {
     "plan-damaged", "shard-missing", "shard-extra", "shard-record", "shard-foreign", "shard-samples", "file-missing",
-    "file-size", "file-extra", "statistics-outlier", "index-stale", "target-damaged",
+    "file-size", "file-extra", "statistics-outlier", "index-stale", "target-damaged", "kernels-mixed",
 }  # fmt: skip
 """What is found without reading the arrays."""
 
@@ -293,8 +294,28 @@ def _nan_logprobs(folder: Path) -> Path:
     return built_with(folder, lambda arrays: arrays["logit_logprobs"].__setitem__(0, np.nan))
 
 
+@plant("kernels-mixed")
+def _shard_of_another_kernel_path(folder: Path) -> Path:
+    return damaged(
+        folder, lambda root: reseal(root, lambda body: body["provenance"]["kernels"].update(path_id="fla-1"))
+    )
+
+
+def test_a_kernel_path_that_somebody_accepted_is_no_finding(tmp_path: Path) -> None:
+    def accept(body: dict[str, Any]) -> None:
+        body["provenance"].update(kernels={"path_id": "fla-1", "path": "fla"}, accepted_path="fla-1")
+
+    root = make_store(tmp_path / "store").path
+    reseal(root, accept)
+    assert verify(root, "quick").findings == []
+
+
+BY_COMPARISON = {"recompute-differs", "kernels-differ", "stores-differ"}
+"""Found only when states are compared with others."""
+
+
 def test_the_plants_cover_every_finding() -> None:
-    assert PLANTS.keys() == FINDINGS.keys()
+    assert PLANTS.keys() == FINDINGS.keys() - BY_COMPARISON
     assert FINDINGS.keys() >= QUICK
 
 
@@ -371,6 +392,21 @@ def test_without_a_manifest_that_can_be_trusted_nothing_is_checked(tmp_path: Pat
     with pytest.raises(HscacheError) as caught:
         verify(root, level)
     assert caught.value.code == "store-damaged"
+
+
+def test_a_store_is_compared_with_another_one(tmp_path: Path) -> None:
+    first, same = (make_store(tmp_path / name, time=name).path for name in ("first", "same"))
+    other = make_store(tmp_path / "other", edit=lambda row, arrays: arrays.update(
+        hidden_states=np.roll(arrays["hidden_states"], 1, axis=2))).path  # fmt: skip
+    for store, codes in ((same, []), (other, ["stores-differ"])):
+        report = verify(first)
+        out = verify_with_states(report, against=store, samples=6, show=False)
+        assert [finding.code for finding in report.findings] == codes
+        assert out["against"]["samples"] == 6
+    foreign = make_store(tmp_path / "foreign", manifest=little_manifest(states={"taps": [1]})).path
+    with pytest.raises(HscacheError) as caught:
+        verify_with_states(verify(first), against=foreign)
+    assert caught.value.code == "stores-incomparable"
 
 
 def test_verify_changes_nothing(tmp_path: Path) -> None:

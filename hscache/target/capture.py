@@ -76,8 +76,12 @@ class Pending:
     ) -> None:
         self._rows, self._taps, self._tensors, self._fault, self._event = rows, taps, tensors, fault, event
 
-    def samples(self) -> Iterator[Captured]:
-        """Wait for the copies, check each sample, and yield it. Safe to call from another thread."""
+    def samples(self, *, check: bool = True) -> Iterator[Captured]:
+        """Wait for the copies, check each sample, and yield it. Safe to call from another thread.
+
+        Args:
+            check: Reject samples that fail the health battery; off where broken states are the thing to look at.
+        """
         if self._event is not None:
             self._event.synchronize()
         if self._fault[0]:
@@ -95,7 +99,8 @@ class Pending:
                     arrays[name] = tensor[start:stop].view(torch.int16).numpy().view(np.uint16)
                 elif name.startswith("logit_"):
                     arrays[name] = tensor[loss_start:loss_stop].numpy()
-            yield self._checked(row, arrays, stats.rows(start, stop))
+            sample_stats = stats.rows(start, stop)
+            yield self._checked(row, arrays, sample_stats) if check else Captured(row, arrays, sample_stats)
             start, loss_start = stop, loss_stop
 
     def _reductions(self, prefix: str) -> list[torch.Tensor]:
@@ -124,17 +129,22 @@ class Capturer:
         self.oom_splits = 0
         """How often a batch was halved for lack of memory."""
 
-    def start(self, rows: list[CorpusRow]) -> list[Pending]:
+    def start(self, rows: list[CorpusRow], width: int | None = None) -> list[Pending]:
         """Run one forward batch; halve it as long as it does not fit into memory.
+
+        The halves keep the batch's padded width: on CPU the states do not depend on how many samples share a batch, but
+        their last bits depend on the width, so a machine with less memory writes the same store.
 
         Args:
             rows: Samples in plan order.
+            width: Padded width; None for the longest sample's.
 
         Returns:
             The batch, or its parts in order; a single sample that does not fit is rejected as ``out-of-memory``.
         """
+        longest = max(len(_ids(row)) for row in rows)
         try:
-            return [self._forward(rows)]
+            return [self._forward(rows, width or longest)]
         except (RuntimeError, MemoryError) as error:
             if not _out_of_memory(error):
                 raise
@@ -143,17 +153,18 @@ class Capturer:
         if self._target.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(rows) == 1:
+            if (width or 0) > longest:
+                return self.start(rows)  # rather without the padding than not at all
             return [Pending(rows, self._taps, {}, ("out-of-memory", message))]
         self.oom_splits += 1
         half = (len(rows) + 1) // 2
         say(f"out of memory with {len(rows)} samples in a batch: going on with {half}")
-        return self.start(rows[:half]) + self.start(rows[half:])
+        return self.start(rows[:half], width or longest) + self.start(rows[half:], width or longest)
 
     @torch.inference_mode()
-    def _forward(self, rows: list[CorpusRow]) -> Pending:
+    def _forward(self, rows: list[CorpusRow], width: int) -> Pending:
         device = self._target.device
         lengths = [len(_ids(row)) for row in rows]
-        width = max(lengths)
         ids_BS = np.zeros((len(rows), width), np.int64)
         mask_BS = np.zeros_like(ids_BS)
         for i, row in enumerate(rows):

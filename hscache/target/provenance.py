@@ -1,66 +1,113 @@
-"""What a shard was computed with: observed on the machine, JSON-plain, kept in every shard's record."""
+"""What a shard was computed with: observed on the machine, JSON-plain, kept in every shard's record.
+
+Two parts. ``context`` does not change while a build runs: versions, hardware, switches, the load report, who asked.
+``kernels`` is observed anew for each shard: which implementation each optional op of each layer ran, and how often.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import platform
-import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hscache
+from hscache.errors import EnvironmentFault
+from hscache.target.kernel_guards import environment, fla_backends
+from hscache.target.kernel_path import check_calls, describe_path, kernel_path_id
+from hscache.target.kernel_sites import KernelRecord
 
-_PACKAGES = (
-    "hscache", "transformers", "torch", "triton", "flash-linear-attention", "fla-core", "causal-conv1d", "kernels",
-    "flash-attn", "zarr", "numcodecs", "numpy", "safetensors", "tokenizers",
-)  # fmt: skip
-_ENVIRONMENT = re.compile(r"^(FLA_|TRITON_|CUBLAS|NVIDIA_TF32|CUDA_VISIBLE|PYTORCH_|OMP_|MKL_)")
+_STORE_PACKAGES = ("zarr", "numcodecs", "numpy", "tokenizers")
 
 
-def provenance(device: torch.device, load_report: dict[str, Any]) -> dict[str, Any]:
-    """Return what decides the numbers of a capture, and who asked for it.
+def context(device: torch.device, load_report: dict[str, Any]) -> dict[str, Any]:
+    """Return what decides the numbers of a capture beside its kernels, and who asked for it.
 
     Args:
         device: Where the target runs.
         load_report: Of :func:`hscache.target.loading.load_target`.
     """
+    seen = environment()
+    seen["versions"] |= {"hscache": hscache.__version__}
+    seen["versions"] |= {name: importlib.metadata.version(name) for name in _STORE_PACKAGES}
+    if device.type == "cpu":  # a GPU that was not used is not what it ran on
+        seen |= {"device": "cpu", "capability": torch.backends.cpu.get_cpu_capability()}
     return {
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "hardware": _hardware(device),
-        "torch": {
-            "threads": torch.get_num_threads(),
-            "cuda": torch.version.cuda,
-            "matmul_precision": torch.get_float32_matmul_precision(),
-            "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
-        },
-        "environment": {key: value for key, value in sorted(os.environ.items()) if _ENVIRONMENT.match(key)},
+        **seen,
+        "threads": torch.get_num_threads(),
         "load": load_report,
         "argv": sys.argv,
         "git_commit": _git_commit(),
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def kernels(records: Sequence[KernelRecord], device: torch.device) -> dict[str, Any]:
+    """Return the kernel path that ran, as a shard records it.
+
+    Args:
+        records: Observed while the shard was captured, or planned.
+        device: Where the target runs.
+    """
+    backends = fla_backends()
+    return {
+        "path_id": kernel_path_id(records, device=device.type, backends=backends),
+        # fla picks its backends at run time: what can be compared before anything ran leaves them out
+        "planned_id": kernel_path_id(records, device=device.type),
+        "path": str(describe_path(records)),
+        "device_type": device.type,
+        "fla_backends": backends,
+        "records": [record.to_json() for record in records],
+    }
 
 
-def _hardware(device: torch.device) -> dict[str, Any]:
-    if device.type == "cuda":
-        return {
-            "device": torch.cuda.get_device_name(device),
-            "capability": list(torch.cuda.get_device_capability(device)),
-        }
-    return {"device": "cpu", "machine": platform.machine(), "capability": torch.backends.cpu.get_cpu_capability()}
+def require_one_path(records: Sequence[KernelRecord], where: str) -> None:
+    """Refuse records of a capture that are not one whole path.
+
+    Args:
+        records: Observed.
+        where: Named in the error.
+
+    Raises:
+        EnvironmentFault: ``kernel-path-broken``.
+    """
+    findings = check_calls(records)
+    if findings:
+        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        raise EnvironmentFault(
+            "kernel-path-broken",
+            f"{where}: {findings[0].code}: {findings[0].message}{more}",
+            hint="hscache doctor --target DIR shows what each op is bound to",
+        )
+
+
+def path_differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Return in words how two kernel paths differ, for an error.
+
+    Args:
+        there: ``provenance`` of a committed shard.
+        here: The same for this process.
+    """
+    lines = []
+    if there["kernels"]["device_type"] != here["kernels"]["device_type"]:
+        lines.append(f"device: {there['kernels']['device_type']} there, {here['kernels']['device_type']} here")
+    for name, version in there["versions"].items():
+        if name not in _STORE_PACKAGES and version != here["versions"].get(name):
+            lines.append(f"{name}: {version} there, {here['versions'].get(name)} here")
+    old, new = (
+        {(r["layer"], r["op"]): f"{r['implementation']} {r['source']} {r['source_hash']}" for r in made["records"]}
+        for made in (there["kernels"], here["kernels"])
+    )
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    lines += [f"{layer} {op}: {old.get((layer, op))} there, {new.get((layer, op))} here" for layer, op in changed[:3]]
+    if len(changed) > 3:
+        lines.append(f"and {len(changed) - 3} more layers")
+    if there["kernels"]["fla_backends"] != here["kernels"]["fla_backends"]:
+        lines.append(f"fla backends: {there['kernels']['fla_backends']} there, {here['kernels']['fla_backends']} here")
+    return lines
 
 
 def _git_commit() -> str | None:

@@ -1,0 +1,121 @@
+"""Whose store is this? A store belongs to one manifest, target and corpus from its first file on.
+
+``manifest.json`` is written first and never changed. Whoever comes later must agree with it in all that decides the
+content; where target and corpus lie on a machine is compared by content instead.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import hscache
+from hscache.errors import ConflictError
+from hscache.manifest import BuildManifest
+from hscache.plan import Plan
+from hscache.store.durable import fsync_directory, replace_file, write_file
+from hscache.store.index import parquet_bytes, read_manifest, table_digest
+from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
+
+_NOT_IDENTITY = ("manifest.target.path", "manifest.corpus.path", "created", "digest")
+
+
+def store_document(manifest: BuildManifest, target_digests: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return ``manifest.json``: all that decides the store's content, and a digest over it.
+
+    Args:
+        manifest: With resolved taps and shape.
+        target_digests: Of weights, config and tokenizer.
+        plan: The plan.
+    """
+    assert manifest.target.shape is not None
+    body = {
+        "format_version": FORMAT_VERSION,
+        "manifest": manifest.model_dump(mode="json"),
+        "target": {"shape": manifest.target.shape.model_dump(), **target_digests},
+        "corpus": plan.corpus,
+        "plan": {
+            "digest": table_digest(plan.table),
+            "shards": len(plan.batches),
+            "batches": sum(len(batches) for batches in plan.batches),
+            **plan.totals,
+        },
+        "created": {"hscache": hscache.__version__, "time": now()},
+    }
+    return {**body, "digest": json_digest(body)}
+
+
+def refuse_foreign(out: Path) -> None:
+    """Refuse to write into a folder that is neither empty nor a store.
+
+    Raises:
+        ConflictError: ``store-exists``.
+    """
+    if out.exists() and not StorePaths(out).manifest.exists():
+        # staging alone is what an interrupted first start leaves
+        foreign = [path.name for path in out.iterdir() if path.name != "staging"] if out.is_dir() else [out.name]
+        if foreign:
+            raise ConflictError(
+                "store-exists",
+                f"{out}: holds {', '.join(sorted(foreign)[:3])} but no manifest.json",
+                hint="choose another --out; nothing was changed",
+            )
+
+
+def claim(paths: StorePaths, document: dict[str, Any], plan: Plan, staging: Path) -> str:
+    """Write ``manifest.json`` and ``plan.parquet``, or check that the store was begun with the same ones.
+
+    Returns:
+        The digest of the store's manifest.
+
+    Raises:
+        ConflictError: ``store-other-manifest``, naming the fields.
+    """
+    fresh = staging / "manifest.json"
+    write_file(fresh, canonical_json(document))
+    digest = str(document["digest"])
+    try:
+        os.link(fresh, paths.manifest)  # fails when it exists: of two builders one is first, and neither overwrites
+        fsync_directory(paths.root)
+    except FileExistsError:
+        there = read_manifest(paths.root)
+        _refuse_other(paths.root, there, document)
+        digest = str(there["digest"])
+    if not paths.plan.exists():
+        replace_file(paths.plan, parquet_bytes(plan.table), staging)
+    return digest
+
+
+def now() -> str:
+    """Return the time of day as UTC text."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _refuse_other(root: Path, there: dict[str, Any], document: dict[str, Any]) -> None:
+    old, new = _flat(there), _flat(document)
+    differing = [
+        f"{key}: store {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(_NOT_IDENTITY)
+    ]
+    if not differing:
+        return
+    # a changed limit changes the plan too: name the cause before its consequences
+    differing.sort(key=lambda line: (not line.startswith("manifest."), line.startswith("plan.")))
+    more = f"\n  and {len(differing) - 5} more" if len(differing) > 5 else ""
+    raise ConflictError(
+        "store-other-manifest",
+        f"{root} was begun differently:\n  " + "\n  ".join(differing[:5]) + more,
+        hint="build into another --out, or give the manifest, target and corpus that the store was begun with",
+    )
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    out: dict[str, Any] = {}
+    for key, item in value.items():
+        out.update(_flat(item, f"{prefix}.{key}" if prefix else key))
+    return out

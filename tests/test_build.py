@@ -1,0 +1,328 @@
+"""A build is resumable, refuses to mix, rejects with reasons, and stops cleanly."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hscache
+import hscache.build as build_module
+from hscache.build import build
+from hscache.cli import app
+from hscache.errors import ConflictError, EnvironmentFault
+from hscache.store import shard_writer
+from hscache.store.index import committed_shards, load_index, read_shard
+from hscache.verify import verify
+from tests.conftest import SMOLLM2, smollm2_manifest
+
+COMMAND = [sys.executable, "-c", "from hscache.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def short_corpus(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real completions, each cut to its last 24 prompt and first 24 written tokens: quick to build."""
+    table = pq.read_table(corpus).to_pylist()
+    for row in table:
+        first = row["loss_mask"].index(1)
+        cut = slice(max(0, first - 24), first + 24)
+        row["input_ids"], row["loss_mask"] = row["input_ids"][cut], row["loss_mask"][cut]
+    out = tmp_path_factory.mktemp("short") / "corpus.parquet"
+    pq.write_table(pa.Table.from_pylist(table), out)
+    return out
+
+
+@pytest.fixture
+def manifest_file(short_corpus: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "manifest.toml"
+    path.write_text(
+        f"""
+        target = {{ path = "{SMOLLM2}", dtype = "float32" }}
+        states = {{ taps = [1, 8, 14, 20, 27] }}
+        corpus = {{ path = "{short_corpus}" }}
+        limits = {{ batch_tokens = 128 }}
+        store = {{ shard_bytes = "768KiB" }}
+        """
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: Path, short_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted build to compare with."""
+    out = tmp_path_factory.mktemp("reference") / "store"
+    build(quick(short_corpus), out)
+    return out
+
+
+def quick(corpus: Path, **sections: dict[str, object]) -> Any:
+    small: dict[str, dict[str, object]] = {"limits": {"batch_tokens": 128}, "store": {"shard_bytes": "768KiB"}}
+    for name, section in sections.items():
+        small[name] = {**small.get(name, {}), **section}
+    return smollm2_manifest(corpus, **small)
+
+
+def contents(store: Path) -> dict[str, str]:
+    """Every array file's digest and every shard's content digest: all but when and where it was made."""
+    files = {
+        str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (store / "shards").rglob("*")
+        if path.is_file() and path.parent.suffix != ".zarr"
+    }
+    digests = {str(k): read_shard(store / f"shards/{k:05d}.zarr")["content_digest"] for k in committed_shards(store)}
+    return {**files, **digests}
+
+
+def test_a_second_run_finishes_what_is_missing_and_the_result_is_the_same(
+    reference: Path, short_corpus: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(reference, store)
+    shutil.rmtree(store / "shards/00002.zarr")
+    (store / "index.parquet").unlink()
+    report = build(quick(short_corpus), store)
+    assert report.built == 1
+    assert contents(store) == contents(reference)
+    assert load_index(store).equals(load_index(reference))
+    assert list((store / "staging").iterdir()) == []
+    assert verify(store).ok
+
+
+def test_a_finished_store_is_left_alone_without_loading_the_target(
+    reference: Path, short_corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hscache.target.loading.load_target", lambda *_: pytest.fail("the target was loaded"))
+    before = contents(reference)
+    assert build(quick(short_corpus), reference).built == 0
+    assert contents(reference) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"limits": {"max_tokens": 2047}}, "manifest.limits.max_tokens"),
+        ({"target": {"dtype": "bfloat16"}}, "manifest.target.dtype"),
+        ({"states": {"taps": [2, 8, 14, 20, 27]}}, "manifest.states.taps"),
+        ({"store": {"codec": "zstd"}}, "manifest.store.codec"),
+        ({"logits": {"topk": 8}}, "manifest.logits.topk"),
+    ],
+)
+def test_another_manifest_is_refused_and_the_field_named(
+    reference: Path, short_corpus: Path, change: dict[str, dict[str, object]], named: str
+) -> None:
+    before = contents(reference)
+    with pytest.raises(ConflictError) as caught:
+        build(quick(short_corpus, **change), reference)
+    assert caught.value.code == "store-other-manifest"
+    assert named in caught.value.message
+    assert contents(reference) == before
+
+
+def test_another_order_of_the_same_rows_is_another_corpus(reference: Path, short_corpus: Path, tmp_path: Path) -> None:
+    table = pq.read_table(short_corpus)
+    turned = tmp_path / "turned.parquet"
+    pq.write_table(table.take(list(range(len(table)))[::-1]), turned)
+    with pytest.raises(ConflictError, match=r"corpus\.digest"):
+        build(quick(turned), reference)
+
+
+def test_the_same_target_and_corpus_elsewhere_are_the_same(reference: Path, short_corpus: Path, tmp_path: Path) -> None:
+    moved, link = tmp_path / "moved.parquet", tmp_path / "target"
+    shutil.copy(short_corpus, moved)
+    link.symlink_to(SMOLLM2)
+    assert build(quick(moved, target={"path": str(link)}), reference).built == 0
+
+
+def test_other_weights_are_refused(reference: Path, short_corpus: Path, tmp_path: Path) -> None:
+    other = tmp_path / "target"
+    shutil.copytree(SMOLLM2, other)
+    with open(other / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(ConflictError, match=r"target\.weights\.model\.safetensors"):
+        build(quick(short_corpus, target={"path": str(other)}), reference)
+
+
+def test_a_folder_that_is_no_store_is_not_written_into(short_corpus: Path, smollm2: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConflictError) as caught:
+        build(quick(short_corpus), tmp_path)
+    assert caught.value.code == "store-exists"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def hundred_rows(corpus: Path, nan_token: int) -> list[dict[str, Any]]:
+    """93 good rows cut from real completions, and seven bad ones."""
+    ids = [token for row in pq.read_table(corpus).to_pylist() for token in row["input_ids"] if token != nan_token]
+    rows = [
+        {"id": f"r{i}", "input_ids": ids[i * 20 : i * 20 + 20], "loss_mask": [0] * 8 + [1] * 12} for i in range(100)
+    ]
+    rows[3]["input_ids"] = [*rows[3]["input_ids"][:-1], 49152]
+    rows[17]["loss_mask"] = rows[17]["loss_mask"][:-1]
+    rows[31] |= {"input_ids": [], "loss_mask": []}
+    rows[44]["loss_mask"] = [0] * 20
+    rows[58] |= {"input_ids": ids[:65], "loss_mask": [0] * 8 + [1] * 57}
+    rows[72]["input_ids"] = [*rows[72]["input_ids"][:-1], nan_token]
+    rows[99]["id"] = "r5"
+    return rows
+
+
+def test_of_100_rows_with_7_bad_ones_93_are_stored_and_7_recorded_with_reasons(
+    smollm2: Path, corpus: Path, manifest_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nan_token = 11
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in hundred_rows(corpus, nan_token)))
+    from hscache.target import loading
+
+    load = loading.load_target
+
+    def with_nan_token(*args: Any) -> loading.LoadedTarget:
+        target = load(*args)
+
+        def poison(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            return output.masked_fill((inputs[0] == nan_token)[..., None], float("nan"))
+
+        target.model.get_input_embeddings().register_forward_hook(poison)  # type: ignore[operator]
+        return target
+
+    monkeypatch.setattr(loading, "load_target", with_nan_token)
+    store = tmp_path / "store"
+    args = ["build", str(manifest_file), "--out", str(store), "--json", "--set", "limits.max_tokens=64"]
+    result = CliRunner().invoke(app, [*args, "--set", f"corpus.path={source}", "--set", "limits.batch_tokens=512"])
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    reasons = {
+        "ids-out-of-vocab": 1, "length-mismatch": 1, "empty": 1, "too-few-supervised": 1, "too-long": 1,
+        "non-finite": 1, "duplicate-id": 1,
+    }  # fmt: skip
+    assert report["samples"] == 93
+    assert report["rejected"] == reasons
+    index = load_index(store)
+    assert index["corpus_row"].to_pylist() == list(range(100))
+    assert Counter(r for r in index["reason"].to_pylist() if r) == reasons
+    bad = {row["corpus_row"]: row["reason"] for row in index.to_pylist() if row["status"] == "rejected"}
+    assert sorted(bad) == [3, 17, 31, 44, 58, 72, 99]
+    assert bad[72] == "non-finite"
+    assert len(hscache.open(store)) == 93
+    assert np.isfinite(hscache.open(store)[71].hidden_states.float().numpy()).all()
+    checked = CliRunner().invoke(app, ["verify", str(store), "--json"])
+    assert checked.exit_code == 0, checked.output
+    assert json.loads(checked.stdout)["samples"] == 93
+    # a second run has nothing to do, and still says that rows are missing
+    again = CliRunner().invoke(app, [*args, "--set", f"corpus.path={source}", "--set", "limits.batch_tokens=512"])
+    assert again.exit_code == 1
+    assert json.loads(again.stdout)["rejected"] == reasons
+
+
+def test_the_first_interrupt_leaves_a_resumable_store_and_prints_the_command(
+    manifest_file: Path, reference: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    args = [*COMMAND, "build", str(manifest_file), "--out", str(store)]
+    process = subprocess.Popen(args, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 120
+    while not committed_shards(store) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=120)
+    assert process.returncode == 130, log
+    assert f"build {manifest_file} --out {store}" in log
+    done = len(committed_shards(store))
+    assert 0 < done < len(committed_shards(reference))
+    assert list((store / "staging").iterdir()) == []
+    subprocess.run(args, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert contents(store) == contents(reference)
+
+
+def test_two_builders_on_one_store_give_what_one_gives(manifest_file: Path, reference: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    args = [*COMMAND, "build", str(manifest_file), "--out", str(store)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pair = [subprocess.Popen(args, stderr=subprocess.PIPE, text=True, env=env) for _ in range(2)]
+    for process in pair:
+        _, log = process.communicate(timeout=240)
+        assert process.returncode == 0, log
+    assert contents(store) == contents(reference)
+    assert list((store / "staging").iterdir()) == []
+    assert verify(store).ok
+
+
+def test_a_build_that_does_not_fit_is_refused_before_it_begins(
+    smollm2: Path, short_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "free_bytes", lambda _: 300 << 20 >> 1)
+    with pytest.raises(EnvironmentFault) as caught:
+        build(quick(short_corpus), tmp_path / "store")
+    assert caught.value.code == "disk-full"
+    assert caught.value.exit_code == 3
+    assert committed_shards(tmp_path / "store") == []
+
+
+def test_a_disk_that_fills_up_stops_the_build_cleanly_and_it_can_go_on(
+    short_corpus: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, written, writev = tmp_path / "store", 0, os.writev
+
+    def small_disk(fd: int, parts: list[memoryview]) -> int:
+        nonlocal written
+        written += sum(part.nbytes for part in parts)
+        if written > 3 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return writev(fd, parts)
+
+    monkeypatch.setattr(shard_writer.os, "writev", small_disk)
+    with pytest.raises(EnvironmentFault) as caught:
+        build(quick(short_corpus), store)
+    assert caught.value.code == "disk-full"
+    monkeypatch.undo()
+    n = len(committed_shards(store))
+    assert n > 0
+    assert {f.code for f in verify(store).findings} == {"shard-missing"}
+    assert build(quick(short_corpus), store).built == len(committed_shards(reference)) - n
+    assert contents(store) == contents(reference)
+
+
+def test_memory_does_not_grow_with_the_corpus(smollm2: Path, corpus: Path, tmp_path: Path) -> None:
+    """Peak memory of a build over a corpus ten times as long: at most 5 % more."""
+    ids = [token for row in pq.read_table(corpus).to_pylist() for token in row["input_ids"]]
+    peaks = []
+    for n in (24, 240):
+        rows = [
+            {"id": f"r{i}", "input_ids": ids[i * 11 : i * 11 + 32], "loss_mask": [0] * 8 + [1] * 24} for i in range(n)
+        ]
+        source = tmp_path / f"{n}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), source)
+        code = f"""
+import resource, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from hscache.build import build
+from tests.test_build import quick
+report = build(quick(Path({str(source)!r}), limits={{"batch_tokens": 256}}), Path({str(tmp_path / f"store{n}")!r}))
+assert report.samples == {n}
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        peaks.append(int(done.stdout))
+    assert resource.getpagesize() > 0
+    assert peaks[1] <= 1.05 * peaks[0], f"{peaks[0]} KiB for 24 samples, {peaks[1]} KiB for 240"
