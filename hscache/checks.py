@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 REASONS: dict[str, str] = {
-    "non-finite": "a state or logit is NaN or infinite",
+    "non-finite": "a state or logit is NaN or infinite, or a state so large that its square is",
     "zero-tap": "a tap is zero at every token of the sample",
     "constant-row": "a state vector has one value in all channels",
     "constant-tap": "a tap has the same state at every token of the sample",
@@ -83,7 +83,7 @@ def find_fault(stats: RowStats, taps: list[int] | tuple[int, ...]) -> tuple[str,
         taps: Decoder block of each column, for the detail; a column behind them is the final state.
     """
     names = [f"tap {tap}" for tap in taps] + ["final state"] * (stats.low.shape[1] - len(taps))
-    finite = np.isfinite(stats.low) & np.isfinite(stats.high)
+    finite = np.isfinite(stats.low) & np.isfinite(stats.high) & np.isfinite(stats.square)
     if not finite.all():
         row, column = np.argwhere(~finite)[0]
         return "non-finite", f"{names[column]}, token {row}; {int((~finite).sum())} state vectors in all"
@@ -122,7 +122,8 @@ class Health:
         """Count one accepted sample."""
         self._tokens += len(stats.low)
         self._square += stats.square.sum(axis=0, dtype=np.float64)
-        self._log_square += np.log(stats.square, dtype=np.float64).sum(axis=0)
+        # the square of a state below 1e-23 is zero
+        self._log_square += np.log(np.maximum(stats.square, np.finfo(np.float32).tiny), dtype=np.float64).sum(axis=0)
         self._largest = np.maximum(self._largest, np.maximum(-stats.low, stats.high).max(axis=0))
 
     def to_json(self) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from typing import Any
 import hscache
 from hscache.errors import ConflictError
 from hscache.manifest import BuildManifest
-from hscache.plan import PLAN_SCHEMA, Plan
+from hscache.plan import Plan
 from hscache.store.durable import fsync_directory, replace_file, write_file
-from hscache.store.index import parquet_bytes, read_manifest
+from hscache.store.index import parquet_bytes, read_manifest, table_digest
 from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
 
 _NOT_IDENTITY = ("manifest.target.path", "manifest.corpus.path", "created", "digest")
@@ -37,7 +37,7 @@ def store_document(manifest: BuildManifest, target_digests: dict[str, Any], plan
         "target": {"shape": manifest.target.shape.model_dump(), **target_digests},
         "corpus": plan.corpus,
         "plan": {
-            "digest": plan_digest(plan),
+            "digest": table_digest(plan.table),
             "shards": len(plan.batches),
             "batches": sum(len(batches) for batches in plan.batches),
             **plan.totals,
@@ -45,11 +45,6 @@ def store_document(manifest: BuildManifest, target_digests: dict[str, Any], plan
         "created": {"hscache": hscache.__version__, "time": now()},
     }
     return {**body, "digest": json_digest(body)}
-
-
-def plan_digest(plan: Plan) -> str:
-    """Return the digest of a plan's table."""
-    return json_digest({name: plan.table[name].to_pylist() for name in PLAN_SCHEMA.names})
 
 
 def refuse_foreign(out: Path) -> None:

@@ -13,6 +13,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 from hscache.errors import ConfigError
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)\s*$")
+_TOML_ESCAPED = re.compile(r'[\x00-\x1f\x7f"\\]')
 _UNIT = {
     unit: base**power
     for base, suffix in ((1000, "B"), (1024, "iB"))
@@ -32,7 +34,7 @@ _UNIT = {
 def _read_size(value: object) -> object:
     """Turn "1GiB" into bytes; leave anything else to the type check."""
     if isinstance(value, str) and (match := _SIZE.match(value)):
-        return round(float(match[1]) * _UNIT[match[2]])
+        return int(Decimal(match[1]) * _UNIT[match[2]])
     return value
 
 
@@ -134,9 +136,9 @@ def load_manifest(path: Path, overrides: Sequence[str] = ()) -> BuildManifest:
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError) as error:
+    except OSError as error:
         raise ConfigError(
-            "manifest-missing", f"{path}: no such manifest", hint="the shipped ones are in manifests/build/"
+            "manifest-missing", f"{path}: {error.strerror}", hint="the shipped ones are in manifests/build/"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("manifest-syntax", f"{path}: not TOML: {error}") from error
@@ -202,7 +204,7 @@ def _toml_value(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return '"' + _TOML_ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", value) + '"'
     return str(value)
 
 

@@ -22,26 +22,11 @@ from numpy.typing import NDArray
 
 from hscache.errors import InputError
 from hscache.manifest import BuildManifest
+from hscache.store.index import PLAN_SCHEMA
 from hscache.store.layout import ArraySpec, array_specs
 
 WINDOW_ROWS = 1024
 _SHUFFLE_SEED = 20260206  # arXiv 2602.06036
-
-PLAN_SCHEMA = pa.schema(
-    [
-        ("sample_id", pa.string()),
-        ("corpus_row", pa.int64()),
-        ("shard", pa.int32()),
-        ("batch", pa.int32()),
-        ("order", pa.int32()),
-        ("n_tokens", pa.int64()),
-        ("n_loss", pa.int64()),
-        ("status", pa.string()),
-        ("reason", pa.string()),
-        ("detail", pa.string()),
-        ("tag", pa.string()),
-    ]
-)
 
 REASONS: dict[str, str] = {
     "bad-json": "the line is not a JSON object",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from hscache.manifest import BuildManifest, parse_manifest
+
+# wall time on a shared machine says nothing; the same examples in every run, so that a red test stays red
+settings.register_profile("hscache", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "hscache"))
 
 DATA = Path(__file__).parent / "data"
 SMOLLM2 = Path.home() / ".cache/hscache/targets/SmolLM2-135M-Instruct"

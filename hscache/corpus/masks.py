@@ -14,9 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import pyarrow.parquet as pq
-
-from hscache.corpus.readers import read_jsonl
+from hscache.corpus.readers import open_parquet, parquet_batches, read_jsonl
 from hscache.corpus.writer import CorpusReport, CorpusWriter
 from hscache.errors import EnvironmentFault, InputError
 
@@ -74,9 +72,11 @@ def load_tokenizer(target: Path) -> Any:
     Raises:
         EnvironmentFault: ``target-missing``.
     """
+    target = target.expanduser()
+    if not target.is_dir():  # transformers would take it for a hub id and ask the network, for a minute
+        raise EnvironmentFault("target-missing", f"{target}: no such target directory")
     import transformers
 
-    target = target.expanduser()
     try:
         return transformers.AutoTokenizer.from_pretrained(str(target))
     except (OSError, ValueError) as error:
@@ -87,13 +87,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
     """Stream rows of a JSONL or parquet file: number, object or None, fault.
 
     Raises:
-        InputError: ``corpus-missing``, ``corpus-format``.
+        InputError: ``corpus-missing``, ``corpus-format``, ``corpus-truncated``.
     """
     if not path.is_file():
         raise InputError("corpus-missing", f"{path}: no such file")
     if path.suffix == ".parquet":
         row = 0
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=256):
+        for batch in parquet_batches(path, open_parquet(path), batch_size=256):
             for line in batch.to_pylist():
                 yield row, line, ""
                 row += 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hscache.plan import CorpusRow
 
 _ID_COLUMNS = ("sample_id", "id", "primary_id", "uuid")
 _BATCH_ROWS = 256
+_ARROW_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")
 
 CORPUS_SCHEMA = pa.schema(
     [
@@ -49,7 +51,7 @@ def detect_format(path: Path) -> str:
         raise InputError(
             "corpus-missing", f"{path}: no such corpus", hint="hscache tokenize or hscache generate makes one"
         )
-    if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_info.json").exists()):
+    if path.is_dir() and any((path / name).exists() for name in _ARROW_FILES):
         return "arrow"
     suffixes = path.suffixes
     if path.is_file() and suffixes[-1:] == [".parquet"]:
@@ -70,7 +72,7 @@ def read_corpus(path: Path) -> Iterator[CorpusRow]:
         path: File or directory.
 
     Raises:
-        InputError: ``corpus-missing``, ``corpus-format``.
+        InputError: ``corpus-missing``, ``corpus-format``, ``corpus-truncated``.
     """
     kind = detect_format(path)
     if kind == "jsonl":
@@ -92,46 +94,95 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
     Yields:
         Row number, the object (None when the line is none), and what was wrong.
     """
-    offset = 0
-    with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-        row = 0
-        for line in file:
-            start, offset = offset, offset + len(line)
-            if not line.strip():
-                continue
+    for row, (start, line, fault) in enumerate(_read_lines(path)):
+        value: Any = None
+        if not fault:
             try:
                 value = json.loads(line)
-                fault = "" if isinstance(value, dict) else f"byte {start}: {type(value).__name__}, expected an object"
-            except ValueError as error:  # bad JSON and bad UTF-8 alike
-                value, fault = None, f"byte {start}: {error}"
-            yield row, (value if not fault else None), fault
-            row += 1
+                if b"\\ud" in line.lower():  # half of a surrogate pair is a str that no file and no digest can hold
+                    json.dumps(value, ensure_ascii=False).encode()
+                if not isinstance(value, dict):
+                    fault = f"{type(value).__name__}, expected an object"
+            except (ValueError, RecursionError) as error:  # bad JSON and bad UTF-8 alike
+                fault = str(error)
+        yield row, (None if fault else value), f"byte {start}: {fault}" if fault else ""
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, bytes, str]]:
+    """Stream the lines that are not blank: offset, line, fault; of a broken .gz the last one is a fault alone."""
+    packed = path.suffix == ".gz"
+    with gzip.open(path, "rb") if packed else open(path, "rb") as file:
+        offset = 0
+        while True:
+            try:
+                line = file.readline()
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                if not offset and isinstance(error, gzip.BadGzipFile):
+                    raise InputError("corpus-format", f"{path}: not gzip: {error}") from error
+                yield offset, b"", f"(of the unpacked text) {error}"
+                return
+            if not line:
+                return
+            if line.strip():
+                yield offset, line, ""
+            offset += len(line)
 
 
 def _jsonl_rows(path: Path) -> Iterator[CorpusRow]:
     id_column: str | None = None
+    checked = False
     for row, value, fault in read_jsonl(path):
         if value is None:
             yield CorpusRow(row, reason="bad-json", detail=fault)
             continue
-        if row == 0:
+        if not checked:
             _require_columns(path, value)
+            checked = True
         id_column = id_column or next((name for name in _ID_COLUMNS if name in value), None)
         yield _row(row, value, id_column)
+
+
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Open a parquet file.
+
+    Raises:
+        InputError: ``corpus-truncated`` when the file begins as parquet but has no footer, else ``corpus-format``.
+    """
+    try:
+        return pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        with open(path, "rb") as file:
+            begun = file.read(4) == b"PAR1"
+        if begun:
+            what = f"{path}: a parquet file without a good footer, truncated or half written: {error}"
+            raise InputError("corpus-truncated", what, hint="write it again: parquet cannot be read in part") from error
+        raise InputError("corpus-format", f"{path}: not a parquet file: {error}") from error
+
+
+def parquet_batches(path: Path, file: pq.ParquetFile, **options: Any) -> Iterator[pa.RecordBatch]:
+    """Stream a parquet file's batches.
+
+    Raises:
+        InputError: ``corpus-truncated`` when a page cannot be read.
+    """
+    try:
+        yield from file.iter_batches(**options)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError("corpus-truncated", f"{path}: damaged behind a good footer: {error}") from error
 
 
 def _arrow_batches(path: Path, kind: str) -> tuple[Iterable[pa.RecordBatch], list[str]]:
     wanted = ["input_ids", "loss_mask", "tag", *_ID_COLUMNS]
     if kind == "parquet":
-        try:
-            file = pq.ParquetFile(path)
-        except pa.ArrowInvalid as error:
-            raise InputError("corpus-format", f"{path}: not a parquet file: {error}") from error
+        file = open_parquet(path)
         names = file.schema_arrow.names
-        return file.iter_batches(batch_size=_BATCH_ROWS, columns=[n for n in wanted if n in names]), names
+        return parquet_batches(path, file, batch_size=_BATCH_ROWS, columns=[n for n in wanted if n in names]), names
     import datasets
 
-    loaded = datasets.load_from_disk(str(path))
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise InputError("corpus-truncated", f"{path}: no whole save_to_disk directory: {error}") from error
     if isinstance(loaded, datasets.DatasetDict):
         raise InputError(
             "corpus-format", f"{path}: holds the splits {list(loaded)}", hint="name one: --set corpus.path=DIR/SPLIT"
@@ -171,8 +222,9 @@ def _require_columns(path: Path, names: Iterable[str]) -> None:
 
 
 def _row(row: int, value: Mapping[str, Any], id_column: str | None) -> CorpusRow:
-    sample_id, tag = value.get(id_column) if id_column else None, value.get("tag")
+    sample_id = value.get(id_column) if id_column else None
     name = "" if sample_id is None else str(sample_id)
+    tag = None if value.get("tag") is None else str(value["tag"])
     try:
         ids = _whole_numbers(value.get("input_ids"), "input_ids")
         mask = _whole_numbers(value.get("loss_mask"), "loss_mask")
@@ -181,7 +233,7 @@ def _row(row: int, value: Mapping[str, Any], id_column: str | None) -> CorpusRow
     # ids beyond int32 and masks beyond uint8 stay recognisable as wrong instead of wrapping around
     ids32 = np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32)
     mask8 = np.where((mask < 0) | (mask > 1), 2, mask).astype(np.uint8)
-    return CorpusRow(row, name, ids32, mask8, None if tag is None else str(tag))
+    return CorpusRow(row, name, ids32, mask8, tag)
 
 
 def _whole_numbers(value: object, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -72,7 +72,7 @@ class CorpusWriter:
             raise ConflictError("corpus-exists", f"{out} exists", hint="remove it or choose another --out")
         out.parent.mkdir(parents=True, exist_ok=True)
         self._out, self._partial = out, out.with_name(out.name + ".partial")
-        self._writer = pq.ParquetWriter(self._partial, CORPUS_SCHEMA, compression="zstd")
+        self._writer = pq.ParquetWriter(self._partial, CORPUS_SCHEMA, compression="zstd", write_page_checksum=True)
         self._rows: list[dict[str, Any]] = []
         self._rejects: list[dict[str, Any]] = []
         self.report = CorpusReport(str(out))

@@ -76,8 +76,7 @@ class Staging:
         name = uuid.uuid4().hex
         self._lock_path = root / (name + _LOCK_SUFFIX)
         # the lock is taken before the directory exists, so that no sweep can meet the directory unlocked
-        self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = _create_locked(self._lock_path)
         self.path = root / name
         self.path.mkdir()
 
@@ -115,6 +114,19 @@ class Staging:
         _remove(self.path)
         self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
+
+
+def _create_locked(path: Path) -> int:
+    """Create a file and lock it; again if a sweep took the file between the two."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            if path.stat().st_ino == os.fstat(fd).st_ino:
+                return fd
+        except FileNotFoundError:
+            pass
+        os.close(fd)
 
 
 def _remove(path: Path) -> None:

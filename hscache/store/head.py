@@ -105,11 +105,12 @@ def check_target(directory: Path, *, full: bool) -> dict[str, Any]:
     """
     path = directory / _FACTS_FILE
     try:
-        facts = dict(json.loads(path.read_bytes()))
-        digest = facts.pop("digest")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = path.read_bytes()
+        facts = {key: value for key, value in dict(json.loads(text)).items() if key != "digest"}
+        whole = canonical_json({**facts, "digest": json_digest(facts)}) == text
+    except (OSError, ValueError, TypeError) as error:
         raise _damaged(path, f"not readable: {error}") from error
-    if json_digest(facts) != digest:
+    if not whole:
         raise _damaged(path, "content differs from its digest")
     for name, entry in facts["files"].items():
         try:
@@ -130,12 +131,17 @@ def load_head(directory: Path) -> TargetHead:
     Raises:
         IntegrityError: ``store-damaged``.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     facts = check_target(directory, full=False)
-    tensors = load_file(directory / _HEAD_FILE)
-    embed = tensors["embed_tokens.weight"]
-    return TargetHead(embed, embed if facts["tied"] else tensors["lm_head.weight"], tensors["norm.weight"], facts)
+    path = directory / _HEAD_FILE
+    try:
+        tensors = load_file(path)
+        embed = tensors["embed_tokens.weight"]
+        return TargetHead(embed, embed if facts["tied"] else tensors["lm_head.weight"], tensors["norm.weight"], facts)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise _damaged(path, f"not readable: {error}") from error
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,32 @@ import pyarrow.parquet as pq
 
 from hscache.errors import FormatError, InputError, IntegrityError
 from hscache.store.durable import replace_file
-from hscache.store.layout import FORMAT_VERSION, StorePaths, json_digest, shard_name
-from hscache.store.shard_writer import ATTRIBUTES_KEY
+from hscache.store.layout import (
+    ATTRIBUTES_KEY,
+    FORMAT_VERSION,
+    StorePaths,
+    canonical_json,
+    group_metadata,
+    json_digest,
+    shard_name,
+)
+
+PLAN_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("corpus_row", pa.int64()),
+        ("shard", pa.int32()),
+        ("batch", pa.int32()),
+        ("order", pa.int32()),
+        ("n_tokens", pa.int64()),
+        ("n_loss", pa.int64()),
+        ("status", pa.string()),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+        ("tag", pa.string()),
+    ]
+)
+"""``plan.parquet``: a row per corpus row, placed or rejected."""
 
 SCHEMA = pa.schema(
     [
@@ -48,10 +72,11 @@ def read_manifest(root: Path) -> dict[str, Any]:
     """
     path = StorePaths(root).manifest
     try:
-        document = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        document = dict(json.loads(text))
         version = document["format_version"]
-        sealed = dict(document)
-        digest = sealed.pop("digest")
+        sealed = {key: value for key, value in document.items() if key != "digest"}
+        whole = canonical_json({**sealed, "digest": json_digest(sealed)}) == text
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
             "not-a-store",
@@ -66,9 +91,9 @@ def read_manifest(root: Path) -> dict[str, Any]:
             f"{root}: format version {version}; this hscache reads up to {FORMAT_VERSION}",
             hint="upgrade hscache",
         )
-    if json_digest(sealed) != digest:
+    if not whole:
         raise _damaged(path, "content differs from its digest")
-    return dict(document)
+    return document
 
 
 def read_shard(path: Path) -> dict[str, Any]:
@@ -84,29 +109,31 @@ def read_shard(path: Path) -> dict[str, Any]:
         IntegrityError: ``store-damaged``: the group's ``zarr.json`` is missing, not JSON, or differs from its digest.
     """
     try:
-        attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
-        body, digest = attributes[ATTRIBUTES_KEY], attributes["hscache_digest"]
+        text = (path / "zarr.json").read_bytes()
+        body = dict(json.loads(text)["attributes"][ATTRIBUTES_KEY])
+        whole = canonical_json(group_metadata(body)) == text
     except FileNotFoundError as error:
         raise _damaged(path / "zarr.json", "missing") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path / "zarr.json", f"not readable: {error}") from error
-    if json_digest(body) != digest:
+    if not whole:
         raise _damaged(path / "zarr.json", "content differs from its digest")
-    return dict(body)
+    return body
 
 
 def committed_shards(root: Path) -> list[int]:
     """Return the numbers of the shards that exist, ascending. A shard exists when its ``zarr.json`` does."""
-    return sorted(int(path.parent.stem) for path in StorePaths(root).shards.glob("[0-9]*.zarr/zarr.json"))
+    names = [path.parent for path in StorePaths(root).shards.glob("*.zarr/zarr.json") if path.parent.stem.isdecimal()]
+    return sorted(int(path.stem) for path in names if path.name == shard_name(int(path.stem)))
 
 
 def read_plan(root: Path) -> pa.Table:
-    """Read ``plan.parquet``; the caller checks its digest against the manifest."""
-    path = StorePaths(root).plan
-    try:
-        return pq.read_table(path)
-    except (FileNotFoundError, pa.ArrowInvalid, OSError) as error:
-        raise _damaged(path, f"not readable: {error}") from error
+    """Read ``plan.parquet``; the caller checks its digest against the manifest.
+
+    Raises:
+        IntegrityError: ``store-damaged``.
+    """
+    return _read_parquet(StorePaths(root).plan, PLAN_SCHEMA)
 
 
 def build_index(root: Path, *, skip_damaged: bool = False) -> pa.Table:
@@ -148,22 +175,38 @@ def finalize(root: Path, staging: Path) -> pa.Table:
     return index
 
 
+def table_digest(table: pa.Table) -> str:
+    """Return the digest of a table's values, whatever file holds them."""
+    return json_digest({name: table[name].to_pylist() for name in table.schema.names})
+
+
 def parquet_bytes(table: pa.Table) -> bytes:
-    """Return a table as zstd parquet."""
+    """Return a table as zstd parquet whose pages carry checksums."""
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     return sink.getvalue()
 
 
 def load_index(root: Path) -> pa.Table:
-    """Return the index from ``index.parquet``, or from the shards while a build is unfinished."""
+    """Return the index from ``index.parquet``, or from the shards while a build is unfinished.
+
+    Raises:
+        IntegrityError: ``store-damaged``.
+    """
     path = StorePaths(root).index
-    if not path.exists():
-        return build_index(root)
+    return _read_parquet(path, SCHEMA) if path.exists() else build_index(root)
+
+
+def _read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
+    """Read a table of this schema; damaged bytes make Arrow raise errors of many kinds."""
     try:
-        return pq.read_table(path, schema=SCHEMA)
-    except (pa.ArrowInvalid, OSError) as error:
+        table = pq.read_table(path, page_checksum_verification=True)
+        table.validate(full=True)
+    except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
         raise _damaged(path, f"not readable: {error}") from error
+    if not table.schema.equals(schema):
+        raise _damaged(path, f"columns {table.schema.names}, expected {schema.names}")
+    return table
 
 
 def _damaged(path: Path, what: str) -> IntegrityError:

@@ -38,6 +38,7 @@ import numpy as np
 
 FORMAT_VERSION = 1
 BF16_NAN = 0x7FC0
+ATTRIBUTES_KEY = "hscache"
 _CRC_BYTES = 4
 _INDEX_ENTRY_BYTES = 16
 _SMALL_CHUNK_ROWS = 4096
@@ -142,6 +143,12 @@ def array_metadata(spec: ArraySpec, rows: int, inner_codecs: list[dict[str, Any]
         "attributes": {"logical_dtype": spec.logical_dtype},
         "storage_transformers": [],
     }
+
+
+def group_metadata(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a shard's ``zarr.json``: its record as attributes, and a digest over it."""
+    attributes = {ATTRIBUTES_KEY: body, "hscache_digest": json_digest(body)}
+    return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
 
 
 def data_file_name(spec: ArraySpec) -> str:

@@ -257,7 +257,7 @@ class Store:
     def _group(self, shard: int) -> zarr.Group:
         if shard not in self._groups:
             path = self._paths.shard(shard)
-            check_sizes(path, read_shard(path))
+            check_files(path, read_shard(path))
             self._groups[shard] = zarr.open_group(str(path), mode="r")
         return self._groups[shard]
 
@@ -279,8 +279,9 @@ def specs_of(document: dict[str, Any]) -> list[ArraySpec]:
     )
 
 
-def check_sizes(path: Path, body: dict[str, Any]) -> None:
-    """Compare a shard's files with the recorded sizes: Zarr reads a missing file as fill value, without an error.
+def check_files(path: Path, body: dict[str, Any]) -> None:
+    """Compare a shard's files with the record: sizes of all, since Zarr reads a missing file as fill value without an
+    error, and contents of the arrays' metadata, since a reader believes whatever shape and codec stand there.
 
     Raises:
         IntegrityError: ``store-damaged``, naming the first file.
@@ -295,6 +296,12 @@ def check_sizes(path: Path, body: dict[str, Any]) -> None:
             raise IntegrityError(
                 "store-damaged",
                 f"{path.name}/{name}: {seen}, expected {entry['bytes']} bytes",
+                hint="hscache verify STORE --level full",
+            )
+        if name.endswith("zarr.json") and xxhash.xxh3_128_hexdigest((path / name).read_bytes()) != entry["xxh3_128"]:
+            raise IntegrityError(
+                "store-damaged",
+                f"{path.name}/{name}: differs from its digest",
                 hint="hscache verify STORE --level full",
             )
 

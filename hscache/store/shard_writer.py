@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from hscache.errors import IntegrityError
 from hscache.store.codecs import Codec
 from hscache.store.durable import fsync_directory, publish_directory, write_file
 from hscache.store.layout import (
@@ -29,10 +30,9 @@ from hscache.store.layout import (
     array_metadata,
     canonical_json,
     data_file_name,
+    group_metadata,
     json_digest,
 )
-
-ATTRIBUTES_KEY = "hscache"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SampleRow:
         start: First token row in the shard; -1 when rejected.
         n_tokens: Token rows.
         loss_start: First row in the logit arrays; -1 when rejected.
-        n_loss: Rows in the logit arrays.
+        n_loss: Supervised tokens; rows in the logit arrays where there are any.
         digest: xxh3-128 over the sample's bytes in all arrays, in layout order; empty when rejected.
         reason: Reason code of a rejected sample, else empty.
         detail: What was seen.
@@ -166,7 +166,8 @@ class ShardWriter:
             arrays: One entry per array of the store, with the stored element type and the sample's rows.
         """
         digest = xxhash.xxh3_128()
-        n_tokens, n_loss = len(arrays["input_ids"]), 0
+        # the mask's own count, for a store without logit arrays
+        n_tokens, n_loss = len(arrays["input_ids"]), int(np.count_nonzero(arrays["loss_mask"][1:]))
         for name, writer in self._arrays.items():
             rows = np.ascontiguousarray(arrays[name])
             if writer.spec.axis == "tokens":
@@ -193,6 +194,9 @@ class ShardWriter:
 
         Returns:
             False when another process committed this shard first.
+
+        Raises:
+            IntegrityError: ``store-damaged``: a directory that is no shard stands at the destination.
         """
         files: dict[str, dict[str, Any]] = {}
         for writer in self._arrays.values():
@@ -206,13 +210,15 @@ class ShardWriter:
             "content_digest": json_digest({"samples": samples, "files": files}),
             **attributes,
         }
-        group = {
-            "zarr_format": 3,
-            "node_type": "group",
-            "attributes": {ATTRIBUTES_KEY: body, "hscache_digest": json_digest(body)},
-        }
-        write_file(self._directory / "zarr.json", canonical_json(group))
-        return publish_directory(self._directory, destination)
+        write_file(self._directory / "zarr.json", canonical_json(group_metadata(body)))
+        published = publish_directory(self._directory, destination)
+        if not published and not (destination / "zarr.json").exists():
+            raise IntegrityError(
+                "store-damaged",
+                f"{destination}: in the way of this shard, but without zarr.json it is none",
+                hint=f"rm -r {destination}, then run the same command again",
+            )
+        return published
 
     def close(self) -> None:
         """Close the files of a shard that is given up."""

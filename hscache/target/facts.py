@@ -66,9 +66,9 @@ def text_config(directory: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return {**config, **config.get("text_config", {})}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise EnvironmentFault("target-config", f"{directory}/config.json: {error}") from error
-    return {**config, **config.get("text_config", {})}
 
 
 def read_shape(spec: TargetSpec, directory: Path | None) -> TargetShape:

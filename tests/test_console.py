@@ -1,0 +1,70 @@
+"""What the user reads: sizes, durations, and progress as plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hscache.console import Progress, duration, emit_json, facts, say, size, table
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (61.4 * 2**30, "61.4 GiB"),
+        (5 * 2**40, "5.00 TiB"),
+        (3000 * 2**40, "3000.00 TiB"),
+    ],
+)
+def test_sizes_read_in_binary_units(n_bytes: float, text: str) -> None:
+    assert size(n_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (187, "3m07s"), (3599.9, "1h00m"), (18720, "5h12m")],
+)
+def test_durations_read_in_two_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then_and_one_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    progress = Progress("build", 1000, "tok", every_s=10)
+    for _ in range(10):
+        clock[0] += 4
+        progress.advance(100, "2 shards")
+    progress.advance(0)
+    progress.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert lines == [
+        "build: 300/1,000 tok (30%), 25 tok/s, ETA 28s, 2 shards",
+        "build: 600/1,000 tok (60%), 25 tok/s, ETA 16s, 2 shards",
+        "build: 900/1,000 tok (90%), 25 tok/s, ETA 4s, 2 shards",
+        "build: 1,000/1,000 tok (100%), 25 tok/s, ETA 0s, 2 shards",
+    ]
+
+
+def test_data_goes_to_stdout_and_talk_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    say("talk")
+    emit_json({"a": "ü", "b": [1]})
+    captured = capsys.readouterr()
+    assert (captured.err, json.loads(captured.out)) == ("talk\n", {"a": "ü", "b": [1]})
+
+
+def test_tables_are_not_folded_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "x" * 120
+    table("title", ("name", "n"), [(long, 1234)], right=[1])
+    facts("more", [("key", "value"), ("longer key", 2)])
+    out = capsys.readouterr().out
+    assert any(long in line and line.rstrip().endswith("1234") for line in out.splitlines())
+    assert out.splitlines()[-2:] == ["  key         value", "  longer key  2"]
