@@ -220,7 +220,7 @@ def test_a_vlm_checkpoint_has_the_text_models_sites_under_every_auto_class(
         model(input_ids=IDS)
     records, expected = observed.records(), planned_records(hybrid)
     assert [dataclasses.replace(record, calls=0) for record in records] == expected
-    assert kernel_path_id(records) == kernel_path_id(expected)
+    assert kernel_path_id(records, device="cpu") == kernel_path_id(expected, device="cpu")
     assert calls(records, "chunk_gated_delta_rule") == dict.fromkeys(GDN_LAYERS, 1)
 
 
@@ -405,15 +405,20 @@ def test_the_path_id_is_that_of_the_plan_and_of_the_packages_that_matter(hybrid:
     with observe_kernels(hybrid) as observed:
         forward(hybrid)
     records = observed.records()
-    assert kernel_path_id(records) == kernel_path_id(planned_records(hybrid))
+    assert kernel_path_id(records, device="cpu") == kernel_path_id(planned_records(hybrid), device="cpu")
     versions = {"transformers": "5.24.0", "torch": "2.13.0+cpu", "fla-core": None}
     same = versions | {"torch": "2.13.0+cu130", "fla-core": "0.6.0"}
-    assert kernel_path_id(records, versions=versions) == kernel_path_id(records, versions=same)
+    assert kernel_path_id(records, versions=versions, device="cpu") == kernel_path_id(
+        records, versions=same, device="cpu"
+    )
     other = versions | {"transformers": "5.23.0"}
-    assert kernel_path_id(records, versions=versions) != kernel_path_id(records, versions=other)
+    assert kernel_path_id(records, versions=versions, device="cpu") != kernel_path_id(
+        records, versions=other, device="cpu"
+    )
     changed = [dataclasses.replace(records[0], source_hash="0" * 16), *records[1:]]
-    assert kernel_path_id(changed) != kernel_path_id(records)
-    assert kernel_path_id(records, backends=["op:f:flash_qla"]) != kernel_path_id(records)
+    assert kernel_path_id(changed, device="cpu") != kernel_path_id(records, device="cpu")
+    assert kernel_path_id(records, backends=["op:f:flash_qla"], device="cpu") != kernel_path_id(records, device="cpu")
+    assert kernel_path_id(records, device="cuda") != kernel_path_id(records, device="cpu")
 
 
 def test_what_did_not_run_as_planned_is_found(hybrid: nn.Module) -> None:
@@ -629,7 +634,7 @@ def test_fake_conv_makes_a_mixed_path_named_per_op(tmp_path: Path) -> None:
             "path": str(describe_path(records)), "findings": len(check_calls(records)),
             "calls": [r.calls for r in records if r.op == "causal_conv1d_fn"],
             "same": torch.allclose(plain, mixed, atol=1e-4), "auto": torch.equal(plain, auto),
-            "ids": len({kernel_path_id(records), kernel_path_id(torch_records)}),
+            "ids": len({kernel_path_id(records, device="cpu"), kernel_path_id(torch_records, device="cpu")}),
             "on_gpu": str(describe_path(planned_records(model, device="cuda"))),
             "compared": [c.op for c in compare_local(model, ids, candidate="bound") if c.ok],
         }))
@@ -737,7 +742,7 @@ def test_doctor_without_packages(targets: Callable[[str], Path]) -> None:
         ("linear_attention", tuple(GDN_LAYERS)),
         ("full_attention", (3, 7)),
     ]
-    assert diagnosis.path_id == kernel_path_id(planned_records(tiny_targets.qwen3_5()))
+    assert diagnosis.path_id == kernel_path_id(planned_records(tiny_targets.qwen3_5()), device="cpu")
     text = render(diagnosis)
     assert "linear_attention: 6 layers (0-2, 4-6)" in text
     assert "No module named 'causal_conv1d'" in text
