@@ -188,7 +188,8 @@ def test_a_resume_with_other_kernels_is_refused_and_the_difference_named(
     assert "store-other-kernels" in refused.stderr
     told = " ".join(refused.stderr.split())
     assert "flash-linear-attention: None there, 0.6.0 here" in told
-    assert f"layers.0.linear_attn {CHUNK}: torch transformers.models.qwen3_5" in told
+    assert f"{CHUNK} of layers.0.linear_attn and 5 more layers: torch transformers.models.qwen3_5" in told
+    assert "recurrent" not in told, "decoding does not show in a store"
     assert "fla fla.ops.gated_delta_rule:chunk_gated_delta_rule" in told
     assert f"--accept-path {path_id}" in told
     assert committed_shards(store) == [0, 1]
