@@ -252,6 +252,17 @@ def test_verify_agrees_with_a_right_kernel(torch_store: Path, other_site: Path) 
     assert "these paths agree" in done.stderr
 
 
+def test_verify_refuses_a_path_that_cannot_run_here_before_it_runs_the_other(
+    torch_store: Path, other_site: Path
+) -> None:
+    command = ("verify", torch_store, "--level", "quick", "--device", "cpu", "--kernels")
+    for site, paths, code in ((other_site, "torch,bound", "kernel-device"), (Path(), "torch,fla", "kernel-missing")):
+        done = hscache(site, *command, paths)  # not interpreted: no fla kernel takes CPU tensors
+        assert done.returncode == 3, done.stderr
+        assert code in done.stderr
+        assert "states on the" not in done.stderr
+
+
 def test_doctor_shows_the_error_of_an_import_that_fails(manifest: Path, tmp_path: Path) -> None:
     text = "RuntimeError: built for another libc: GLIBC_2.99"
     fake_fla(tmp_path, "raise RuntimeError('built for another libc: GLIBC_2.99')")
