@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from hscache.doctor import diagnose, render
 from hscache.errors import ConfigError, EnvironmentFault
 from hscache.target import kernel_guards
-from hscache.target.kernel_compare import compare_local, first_divergence
+from hscache.target.kernel_compare import LIMITS, _Sums, compare_local, first_divergence
 from hscache.target.kernel_guards import environment, fla_backends, fla_breaks_grouped_heads, version_findings
 from hscache.target.kernel_path import check_calls, describe_path, kernel_path_id
 from hscache.target.kernel_sites import KernelRecord, find_sites
@@ -302,6 +302,30 @@ def test_nan_and_zero_outputs_are_beyond_any_limit(late_fla: Callable[[str], Non
         (bad, *_) = compare_local(tiny_targets.qwen3_5(num_hidden_layers=2), IDS[:, :8])
         assert set(bad.beyond) >= {"one_minus_cos_mean", "one_minus_cos_max", "rel_frobenius", "norm_ratio"}
         assert json.dumps(bad.to_json(), allow_nan=False)
+
+
+def test_rounding_of_a_vector_that_cancelled_is_no_fault_and_garbage_in_its_place_is() -> None:
+    """At K = V = 128 a healthy bf16 kernel turned one vector of 1040 by 6.7e-3: one of a twentieth of the norm."""
+    made = torch.Generator().manual_seed(0)
+    reference = torch.randn(1, 500, 2, 64, generator=made)
+    reference[0, 70, 1] *= 1e-2
+    rounded = reference + 2e-3 * torch.randn(reference.shape, generator=made)
+    keep = torch.ones(1, 500, dtype=torch.bool)
+
+    def beyond(candidate: torch.Tensor, reference: torch.Tensor = reference) -> list[str]:
+        sums = _Sums(2, torch.bfloat16)
+        sums.add(reference, candidate, keep)
+        return sums.distance().exceeds(LIMITS[torch.bfloat16])
+
+    assert 1 - torch.cosine_similarity(reference[0, 70, 1], rounded[0, 70, 1], dim=0) > 5e-3
+    assert beyond(rounded) == []
+    for token, scale in ((70, 1.0), (71, 1.0), (70, float("nan")), (70, float("inf"))):
+        garbage = rounded.clone()
+        garbage[0, token, 1] = scale * torch.randn(64, generator=made)
+        assert "one_minus_cos_max" in beyond(garbage)
+    zero = reference.clone()
+    zero[0, 70, 1] = 0
+    assert "one_minus_cos_max" in beyond(rounded.index_put((torch.tensor(0), torch.tensor(70)), torch.ones(64)), zero)
 
 
 def test_a_comparison_without_a_candidate_says_so(hybrid: nn.Module) -> None:

@@ -114,8 +114,9 @@ def check_heads(machine: Machine, dtype: str) -> dict[str, Any]:
     """Compare every optional op that has another implementation than torch, on the same inputs to both."""
     model = tiny_targets.qwen3_5(**REAL_HEADS).to(machine.device, getattr(torch, dtype))
     lengths = (*LENGTHS, LONG) if machine.is_gpu else LENGTHS
-    made = torch.Generator().manual_seed(0)
-    ids = {n: torch.randint(0, 512, (1, n), generator=made).to(machine.device) for n in lengths}
+    ids = {
+        n: torch.randint(0, 512, (1, n), generator=torch.Generator().manual_seed(n)).to(machine.device) for n in lengths
+    }
     with torch.inference_mode():  # that the model runs at all is the least that a dry run shows
         finite = bool(model(input_ids=ids[130], use_cache=False).logits.isfinite().all()) if _runs(model) else None
     compared: list[dict[str, Any]] = []

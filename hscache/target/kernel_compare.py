@@ -58,6 +58,7 @@ class Distance:
     vectors: int
     one_minus_cos_mean: float
     one_minus_cos_max: float
+    """Of a vector smaller than its head's root mean square, times its share of the mean square."""
     rel_frobenius: float
     """``|candidate - reference| / |reference|`` over all vectors."""
     norm_ratio: float
@@ -186,6 +187,9 @@ class _Sums:
         one_minus = (units[0] - units[1]).pow(2).sum(-1) / 2
         one_minus = torch.where((ref2 == 0) ^ (cand2 == 0), 1.0, one_minus)
         one_minus = torch.where((ref2 == 0) & (cand2 == 0), 0.0, one_minus).nan_to_num(nan=math.inf)
+        # a vector that came out small by cancellation has lost its direction to rounding in a healthy kernel too, and
+        # among many vectors there is one: in the maximum it counts by its share of the head's mean square
+        weight = (torch.maximum(ref2, cand2) / ref2[keep_BT].mean(0)).clamp(max=1.0).nan_to_num(nan=1.0)
         for group, at in enumerate(_position_groups(ref.shape[1])):
             rows = keep_BT & at.to(keep_BT.device)
             if not bool(rows.any()):
@@ -193,7 +197,7 @@ class _Sums:
             self.n[:, group] += float(rows.sum())
             for total, values in ((self.cos, one_minus), (self.diff, diff), (self.ref, ref2), (self.cand, cand2)):
                 total[:, group] += values[rows].sum(0).cpu()
-            self.worst[:, group] = torch.maximum(self.worst[:, group], one_minus[rows].amax(0).cpu())
+            self.worst[:, group] = torch.maximum(self.worst[:, group], (one_minus * weight)[rows].amax(0).cpu())
 
     def distance(self, heads: slice = slice(None), groups: slice = slice(None)) -> Distance:
         n, cos, diff, ref, cand = (
