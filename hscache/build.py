@@ -15,7 +15,7 @@ import signal
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from hscache.console import Progress, say, size
 from hscache.corpus.readers import read_corpus
 from hscache.errors import ConflictError, EnvironmentFault
 from hscache.manifest import BuildManifest
-from hscache.plan import Plan, array_bytes, make_plan, manifest_specs
+from hscache.plan import CorpusRow, Plan, array_bytes, make_plan, manifest_specs
 from hscache.spool import Spool, SpoolWriter
 from hscache.store.durable import Staging
 from hscache.store.head import write_target
@@ -134,7 +134,7 @@ def build(
     refuse_foreign(out)
     with Staging(paths.staging) as staging, _stop_on_signal() as stop:
         with SpoolWriter(staging.path / "corpus.arrow") as sink:
-            rows = read_corpus(Path(manifest.corpus.path).expanduser())
+            rows = _until_stopped(read_corpus(Path(manifest.corpus.path).expanduser()), stop)
             plan = make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
         document = store_document(manifest, file_digests(directory, fast=fast_digest), plan)
         digest = claim(paths, document, plan, staging.path)
@@ -385,6 +385,13 @@ class _Shard:
         """Make the shard visible."""
         self._destination.parent.mkdir(exist_ok=True)
         self._writer.commit(self._destination, {**attributes, "health": self._health.to_json()})
+
+
+def _until_stopped(rows: Iterable[CorpusRow], stop: list[int]) -> Iterator[CorpusRow]:
+    for row in rows:
+        if stop:
+            raise Interrupted(stop[0])
+        yield row
 
 
 @contextmanager
