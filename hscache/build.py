@@ -138,20 +138,27 @@ def build(
             plan = make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
         document = store_document(manifest, file_digests(directory, fast=fast_digest), plan)
         digest = claim(paths, document, plan, staging.path)
+        _set_strays_aside(paths, staging.path)
         todo = sorted(set(range(len(plan.batches))) - set(committed_shards(out)))
         require_space(bytes_needed(plan, manifest, todo), out)
         report = BuildReport(str(out), len(plan.batches), built=len(todo))
-        if todo:
-            say(
-                f"{len(todo)} of {len(plan.batches)} shards to build;"
-                f" loading {directory.name} ({manifest.target.dtype})"
-            )
+        if todo or not paths.target.exists():
+            what = f"{len(todo)} of {len(plan.batches)} shards to build" if todo else "target/ to write"
+            say(f"{what}; loading {directory.name} ({manifest.target.dtype})")
             job = _Job(manifest, plan, paths, staging.path, digest, kernels, stop)
             report.capture_seconds = job.run(todo, directory, device)
         index = finalize(out, staging.path)
     _fill_report(report, index, paths)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _set_strays_aside(paths: StorePaths, staging: Path) -> None:
+    """Move shard folders without ``zarr.json`` out of the way: no process of ours leaves one, but a deletion does."""
+    for path in paths.shards.glob("*.zarr"):
+        if not (path / "zarr.json").exists():
+            say(f"{path}: no zarr.json, so no shard; it is built again")
+            path.rename(staging / f"stray-{path.name}")
 
 
 def require_space(needed: int, out: Path) -> None:
