@@ -19,7 +19,6 @@ from hscache.store.index import read_manifest
 from hscache.store.layout import StorePaths
 from hscache.verify import VerifyReport, verify
 
-
 _AUTO = KernelPolicy()
 
 
