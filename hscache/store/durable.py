@@ -7,14 +7,43 @@ process works in a directory of its own there and holds a lock on it; the kernel
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from hscache.errors import EnvironmentFault
+
 _LOCK_SUFFIX = ".lock"
+
+
+@contextmanager
+def disk_errors(root: Path) -> Iterator[None]:
+    """Turn the file system's refusals inside the block into errors that say how to go on.
+
+    Args:
+        root: The store being written.
+
+    Raises:
+        EnvironmentFault: ``disk-full`` or ``disk-error``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # not the file system's: other libraries raise plain OSErrors too
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise EnvironmentFault(
+            "disk-full" if full else "disk-error",
+            f"{root}: {os.strerror(error.errno)}{where}; what is committed is whole",
+            hint=f"{'make room' if full else 'mend it'} and run the same command again: it goes on where it stopped",
+        ) from error
 
 
 def fsync_directory(path: Path) -> None:
