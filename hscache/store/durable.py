@@ -20,6 +20,7 @@ from types import TracebackType
 from hscache.errors import EnvironmentFault
 
 _LOCK_SUFFIX = ".lock"
+_AGAIN = "run the same command again: it goes on where it stopped"
 
 
 @contextmanager
@@ -38,12 +39,10 @@ def disk_errors(root: Path) -> Iterator[None]:
         if error.errno is None:  # not the file system's: other libraries raise plain OSErrors too
             raise
         where = f" ({error.filename})" if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise EnvironmentFault(
-            "disk-full" if full else "disk-error",
-            f"{root}: {os.strerror(error.errno)}{where}; what is committed is whole",
-            hint=f"{'make room' if full else 'mend it'} and run the same command again: it goes on where it stopped",
-        ) from error
+        what = f"{root}: {os.strerror(error.errno)}{where}; what is committed is whole"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise EnvironmentFault("disk-full", what, hint=f"make room and {_AGAIN}") from error
+        raise EnvironmentFault("disk-error", what, hint=f"mend it and {_AGAIN}") from error
 
 
 def fsync_directory(path: Path) -> None:
