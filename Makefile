@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install assets demo test lint types check crash clean
+.PHONY: help install assets demo test lint types check crash fla clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -37,6 +37,10 @@ check: lint types test  ## everything that CI runs
 
 crash: assets  ## kill -9 at 20 random moments; minutes
 	$(BIN)/python -m pytest -m crash
+
+fla: assets  ## fla's real kernels through Triton's interpreter, and other versions of transformers; minutes
+	$(BIN)/python tools/fla_env.py
+	$(BIN)/python -m pytest -m fla
 
 clean:  ## remove .venv and the demo's output
 	rm -rf $(VENV) runs

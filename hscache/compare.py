@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import torch
 
 from hscache.console import Progress, say
-from hscache.errors import InputError
+from hscache.errors import EnvironmentFault, InputError
 from hscache.manifest import BuildManifest, parse_manifest
 from hscache.plan import CorpusRow
 from hscache.store.head import TargetHead, load_head
@@ -32,7 +32,7 @@ from hscache.store.reader import Sample, Store, as_torch
 from hscache.target.capture import Captured, Capturer
 from hscache.target.facts import read_shape, resolve_path
 from hscache.target.kernel_compare import LocalComparison, compare_local, first_divergence
-from hscache.target.kernels import observe_kernels
+from hscache.target.kernels import gpu_only, observe_kernels, planned_records
 from hscache.target.loading import LoadedTarget, load_target, pick_device
 
 FLOOR_LIMIT = 3.0
@@ -298,6 +298,8 @@ def kernels(
     ]
     head = load_head(StorePaths(store.path).target)
     loaded = load_for(store, target, device)
+    for path in paths:
+        _require_path(loaded, path)
     # no guard: this is the command that shows why a combination is refused
     reference, candidate = (_run(store, loaded, rows, path, guard=False) for path in paths)
     end_to_end = _compare(store, head, rows, reference, candidate)
@@ -343,6 +345,17 @@ def _verdict(report: KernelsReport, dtype: str) -> tuple[bool, str]:
         tap = next(t.name for t, r in zip(report.end_to_end.taps, report.ratios, strict=True) if not r <= FLOOR_LIMIT)
         return False, f"these paths differ, beginning at {tap}; {times}"
     return True, f"these paths agree; {times}"
+
+
+def _require_path(target: LoadedTarget, path: Path_) -> None:
+    """Refuse a path that cannot run here, before another one is run over every sample."""
+    for record in planned_records(target.model, path):
+        if target.device.type == "cpu" and record.phase == "prefill" and gpu_only(record.implementation):
+            raise EnvironmentFault(
+                "kernel-device",
+                f"{record.layer}: {record.op} is bound to {record.source}, but the model is on the CPU",
+                hint="run on a GPU",
+            )
 
 
 def _run(

@@ -1,8 +1,9 @@
-"""Put fla and Triton into a directory of their own, for the ``fla`` tests: ``python tools/fla_env.py [FLA_VERSION]``.
+"""Put packages into directories of their own, for the ``fla`` tests: ``python tools/fla_env.py [FLA_VERSION ...]``.
 
-They must not be in the developers' environment: transformers binds whatever it finds at import, and the default test
-run is about the torch path. Packages are installed without their dependencies (fla would pull a CUDA build of torch)
-into ``~/.cache/hscache/fla-env-<versions>``, once; a subprocess gets the directory through PYTHONPATH.
+fla and Triton, and other versions of transformers. They must not be in the developers' environment: transformers binds
+whatever it finds at import, and the default test run is about the torch path. Packages are installed without their
+dependencies (fla would pull a CUDA build of torch) into ``~/.cache/hscache/``, once; a subprocess gets the directory
+through PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ TRITON = "3.7.1"
 NEW = "0.6.0"
 OLD = "0.4.2"
 """The last fla whose delta rule misreads grouped value heads under transformers >= 5.23."""
+OTHER_TRANSFORMERS = {
+    # the oldest that hscache takes; mixers carry their kernels as attributes; it wants older relatives than the newest
+    "5.6.2": ("tokenizers==0.22.2", "huggingface-hub<2", "httpx", "httpcore", "h11", "anyio", "sniffio", "certifi",
+              "idna"),
+    "5.20.2": (),
+}  # fmt: skip
+"""Versions of transformers to have beside the environment's own, with what each needs that is not there."""
 _CACHE = Path("~/.cache/hscache")
 
 
@@ -33,11 +41,24 @@ def is_ready(fla: str = NEW) -> bool:
 
 def install(fla: str = NEW) -> Path:
     """Install the packages unless they are there, and return their directory."""
-    target = directory(fla)
+    packages = [f"triton=={TRITON}", f"fla-core=={fla}", f"flash-linear-attention=={fla}", "einops"]
+    return _install(directory(fla), packages)
+
+
+def transformers_directory(version: str) -> Path:
+    """Return where another version of transformers is, or would be."""
+    return _CACHE.expanduser() / f"transformers-{version}"
+
+
+def install_transformers(version: str) -> Path:
+    """Install a version of :data:`OTHER_TRANSFORMERS` unless it is there, and return its directory."""
+    return _install(transformers_directory(version), [f"transformers=={version}", *OTHER_TRANSFORMERS[version]])
+
+
+def _install(target: Path, packages: list[str]) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    packages = [f"triton=={TRITON}", f"fla-core=={fla}", f"flash-linear-attention=={fla}", "einops"]
     # a directory that exists is complete: fill another one and rename it
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         staged = Path(scratch) / "packages"
@@ -49,16 +70,28 @@ def install(fla: str = NEW) -> Path:
 
 def environment(fla: str = NEW) -> dict[str, str]:
     """Return environment variables for a subprocess that shall see these packages and interpret their kernels."""
+    return _sees(directory(fla)) | {"TRITON_INTERPRET": "1"}
+
+
+def transformers_environment(version: str) -> dict[str, str]:
+    """Return environment variables for a subprocess that shall see another version of transformers."""
+    return _sees(transformers_directory(version))
+
+
+def _sees(packages: Path) -> dict[str, str]:
     tools = Path(__file__).resolve().parent
-    path = [str(directory(fla)), str(tools), str(tools.parent)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "1"}
+    path = [str(packages), str(tools), str(tools.parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", nargs="*", default=[NEW, OLD], help=f"of fla; {NEW} and {OLD} by default")
-    for version in parser.parse_args().version:
+    versions = parser.parse_args().version
+    for version in versions:
         print(install(version))
+    for version in OTHER_TRANSFORMERS:
+        print(install_transformers(version))
     return 0
 
 

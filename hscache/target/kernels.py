@@ -28,7 +28,7 @@ from torch import nn
 
 from hscache.errors import ConfigError, EnvironmentFault
 from hscache.target.kernel_guards import guard_findings, import_op
-from hscache.target.kernel_sites import OPS, Function, KernelRecord, Site, classify, find_sites, op_name
+from hscache.target.kernel_sites import OPS, Function, Implementation, KernelRecord, Site, classify, find_sites, op_name
 
 Choice = Literal["auto", "torch", "fla", "bound"]
 Force = Choice | Mapping[str, Choice]
@@ -198,8 +198,12 @@ def plans(sites: Sequence[Site], force: Force = "auto", device: str | None = Non
 
 
 def needs_gpu(function: object) -> bool:
+    """Return whether a function refuses CPU tensors."""
+    return gpu_only(classify(function)[0])
+
+
+def gpu_only(kind: Implementation) -> bool:
     """Return whether an implementation refuses CPU tensors; Triton's interpreter is a CPU that it does not refuse."""
-    kind, _ = classify(function)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return kind == "causal_conv1d" or (kind in ("fla", "mamba_ssm") and not interpreted)
 

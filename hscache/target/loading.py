@@ -1,21 +1,25 @@
 """Load the target so that nothing about it is assumed: its weights, its backbone, its head, its norm.
 
-Three silent faults are made loud here. A checkpoint that lacks a key leaves a *random* tensor with only a log line:
-missing and mismatched keys are an error. A model class whose logits are not simply ``lm_head(final_state)`` (soft
-capping, scaling) would make a store's ``target/`` folder wrong: the relation is found by comparison on a short input,
-or the model is refused. And the final norm scales by ``w`` in some families and by ``1 + w`` in others: which one it is
-gets measured and recorded.
+Four silent faults are made loud here. A checkpoint that lacks a key leaves a *random* tensor with only a log line:
+missing and mismatched keys are an error. A weight of the language model that finds no place means that another model
+runs than the one that was trained: an error too; only draft layers (mtp) and other senses' towers may be left over. A
+model class whose logits are not simply ``lm_head(final_state)`` (soft capping, scaling) would make a store's
+``target/`` folder wrong: the relation is found by comparison on a short input, or the model is refused. And the final
+norm scales by ``w`` in some families and by ``1 + w`` in others: which one it is gets measured and recorded.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from hscache.errors import EnvironmentFault
@@ -23,6 +27,11 @@ from hscache.manifest import TargetShape, TargetSpec
 from hscache.target.kernels import Force, observe_kernels, planned_records
 
 _PROBE_TOKENS = 8
+_SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1, "output_multiplier": 1}
+"""Config fields that scale logits, and the power in which they do: Cohere, Granite, Falcon-H1, ..."""
+_SOFTCAPS = {"final_logit_softcapping": 1, "logits_soft_cap": 1}
+_OTHER_PARTS = re.compile(r"(^|[._])(mtp|visual|vision|image|video|audio)")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -101,11 +110,19 @@ def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: t
     transformers.utils.logging.disable_progress_bar()
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            str(directory), dtype=dtype, attn_implementation=spec.attn_implementation, output_loading_info=True
+            str(directory),
+            dtype=dtype,
+            attn_implementation=spec.attn_implementation,
+            output_loading_info=True,
+            use_safetensors=True,  # the files whose digests say which weights these are
+            ignore_mismatched_sizes=True,  # else a bare RuntimeError that names no key; refused below
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise EnvironmentFault("target-missing", f"{directory}: transformers cannot load it: {error}") from error
-    _refuse_bad_keys(directory, info)
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        choice = "--set target.attn_implementation=eager" if "attention implementation" in str(error) else None
+        raise EnvironmentFault(
+            "target-missing", f"{directory}: transformers cannot load it: {error}", hint=choice
+        ) from error
+    _refuse_bad_keys(directory, info, model.config.get_text_config())
     model.eval().requires_grad_(False).to(device)
     backbone, layers, norm, head = _find_parts(model, shape)
     relation = _head_relation(model, backbone, head, device)
@@ -124,21 +141,45 @@ def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: t
     )
 
 
-def _refuse_bad_keys(directory: Path, info: dict[str, Any]) -> None:
+def _refuse_bad_keys(directory: Path, info: dict[str, Any], config: Any) -> None:
+    unplaced = [key for key in info["unexpected_keys"] if not _may_be_left_over(str(key), config)]
     faults = []
-    for kind in ("missing_keys", "mismatched_keys"):
-        keys = sorted(str(key) for key in info[kind])
-        if keys:
-            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            faults.append(f"{kind.replace('_', ' ')}: {', '.join(keys[:3])}{more}")
+    kinds = (
+        (info["missing_keys"], "missing"),
+        (info["mismatched_keys"], "of another shape"),
+        (unplaced, "without a place"),
+    )
+    for keys, what in kinds:
+        names = sorted(_key_and_shapes(key) for key in keys)
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            faults.append(f"weights {what}: {', '.join(names[:3])}{more}")
     if info.get("error_msgs"):
         faults.append(str(info["error_msgs"][0]))
-    if faults:
-        raise EnvironmentFault(
-            "target-keys",
-            f"{directory}: {'; '.join(faults)}; these weights would be random",
-            hint="is tie_word_embeddings set on the level of config.json that the text model reads?",
-        )
+    if not faults:
+        return
+    tied = "is tie_word_embeddings set on the level of config.json that the text model reads?"
+    other = "do config.json and the weights belong together, and does this transformers know the model?"
+    raise EnvironmentFault(
+        "target-keys",
+        f"{directory}: {'; '.join(faults)}; another model would run than the one in these files",
+        hint=tied if any("lm_head" in str(key) for key in info["missing_keys"]) else other,
+    )
+
+
+def _may_be_left_over(key: str, config: Any) -> bool:
+    """Tell whether a weight that found no place belongs to draft layers or to another part than the language model."""
+    layer = _LAYER.search(key)
+    drafts = getattr(config, "num_nextn_predict_layers", None) or 0
+    beyond = layer is not None and 0 <= int(layer[1]) - config.num_hidden_layers < drafts
+    return beyond or _OTHER_PARTS.search(key) is not None
+
+
+def _key_and_shapes(key: Any) -> str:
+    if isinstance(key, tuple):
+        name, found, wanted = key
+        return f"{name} {list(found)}, expected {list(wanted)}"
+    return str(key)
 
 
 def _find_parts(model: nn.Module, shape: TargetShape) -> tuple[nn.Module, nn.ModuleList, nn.Module, nn.Module]:
@@ -155,9 +196,9 @@ def _find_parts(model: nn.Module, shape: TargetShape) -> tuple[nn.Module, nn.Mod
         )
     for name in ("norm", "final_layernorm", "norm_f", "embedding_norm"):
         norm = getattr(backbone, name, None)
-        if isinstance(norm, nn.Module):
+        if isinstance(norm, nn.Module) and isinstance(getattr(norm, "weight", None), torch.Tensor):
             return backbone, layers, norm, head
-    raise EnvironmentFault("target-structure", f"{type(backbone).__name__}: no final norm found")
+    raise EnvironmentFault("target-structure", f"{type(backbone).__name__}: no final norm with a weight found")
 
 
 @torch.inference_mode()
@@ -175,25 +216,29 @@ def _head_relation(model: nn.Module, backbone: nn.Module, head: nn.Module, devic
             logits = model(input_ids=ids, use_cache=False).logits.float()
     finally:
         hook.remove()
-    plain = head(seen[0])
+    # what target/ will be able to say: the head's weight alone, without a bias that it may have
+    weight: Any = head.weight
+    plain = nn.functional.linear(seen[0], weight)
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
-    softcap = getattr(text, "final_logit_softcapping", None)
-    scales = {
-        1.0,
-        float(getattr(text, "logit_scale", None) or 1.0),
-        1 / float(getattr(text, "logits_scaling", None) or 1.0),
-    }
-    for scale in scales:
-        for cap in {None, softcap}:
-            relation = HeadRelation(scale, cap)
-            # both sides ran in the model's precision: a wrong relation is off by far more than its rounding
-            if torch.allclose(relation.apply(plain), logits, rtol=0.02, atol=0.02):
-                return relation
+    scales, caps = _declared(text, _SCALES), _declared(text, _SOFTCAPS)
+    relations = [HeadRelation(scale, cap) for scale in (1.0, *scales) for cap in (None, *caps)]
+    # small logits pass under a cap unchanged: the closest relation is taken, not the first that is close
+    errors = [float((relation.apply(plain) - logits).abs().max()) for relation in relations]
+    best = relations[errors.index(min(errors))]
+    # both sides ran in the model's precision: a wrong relation is off by far more than its rounding
+    if torch.allclose(best.apply(plain), logits, rtol=0.02, atol=0.02):
+        return best
     raise EnvironmentFault(
         "target-head",
         f"{type(model).__name__}: logits are not lm_head(final state), nor scaled nor soft-capped as its config says "
-        f"(largest difference {float((plain.float() - logits).abs().max()):.3g})",
+        f"(largest difference {min(errors):.3g})",
     )
+
+
+def _declared(config: Any, names: Mapping[str, int]) -> list[float]:
+    """Return the numbers that a config gives for these fields, each to the power beside its name."""
+    found = {name: getattr(config, name, None) for name in names}
+    return [float(value) ** names[name] for name, value in found.items() if isinstance(value, int | float) and value]
 
 
 def _reference_choice(model: nn.Module) -> Force:
@@ -211,7 +256,8 @@ def _norm_kind(norm: nn.Module, device: torch.device) -> str:
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return "other"
-    x = torch.linspace(-1, 1, weight.numel(), device=device, dtype=torch.float32)[None]
+    # a mean other than zero, else a LayerNorm would pass for an RMSNorm
+    x = torch.linspace(-1, 2, weight.numel(), device=device, dtype=torch.float32)[None]
     unit = x * torch.rsqrt(x.square().mean() + 1e-6)
     got = norm(x.to(weight.dtype)).float()
     for kind, scale in (("w", weight.float()), ("1+w", 1 + weight.float())):

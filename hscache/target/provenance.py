@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import hscache
 from hscache.errors import EnvironmentFault
 from hscache.target.kernel_guards import environment, fla_backends
 from hscache.target.kernel_path import check_calls, describe_path, kernel_path_id
-from hscache.target.kernel_sites import KernelRecord
+from hscache.target.kernel_sites import OPS, KernelRecord
 
 _STORE_PACKAGES = ("zarr", "numcodecs", "numpy", "tokenizers")
 
@@ -101,10 +102,14 @@ def path_differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
         {(r["layer"], r["op"]): f"{r['implementation']} {r['source']} {r['source_hash']}" for r in made["records"]}
         for made in (there["kernels"], here["kernels"])
     )
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    lines += [f"{layer} {op}: {old.get((layer, op))} there, {new.get((layer, op))} here" for layer, op in changed[:3]]
-    if len(changed) > 3:
-        lines.append(f"and {len(changed) - 3} more layers")
+    changed: dict[tuple[str, str | None, str | None], list[str]] = defaultdict(list)
+    for layer, op in [*old, *(new.keys() - old.keys())]:  # in the order of layers
+        # what a layer runs while it decodes does not show in a store
+        if old.get((layer, op)) != new.get((layer, op)) and (op not in OPS or OPS[op].phase == "prefill"):
+            changed[op, old.get((layer, op)), new.get((layer, op))].append(layer)
+    for (op, before, after), layers in changed.items():
+        more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
+        lines.append(f"{op} of {layers[0]}{more}: {before} there, {after} here")
     if there["kernels"]["fla_backends"] != here["kernels"]["fla_backends"]:
         lines.append(f"fla backends: {there['kernels']['fla_backends']} there, {here['kernels']['fla_backends']} here")
     return lines
