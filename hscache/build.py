@@ -15,7 +15,7 @@ import signal
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,9 +29,9 @@ from hscache.console import Progress, say, size
 from hscache.corpus.readers import read_corpus
 from hscache.errors import ConflictError, EnvironmentFault
 from hscache.manifest import BuildManifest
-from hscache.plan import Plan, array_bytes, make_plan, manifest_specs
+from hscache.plan import CorpusRow, Plan, array_bytes, make_plan, manifest_specs
 from hscache.spool import Spool, SpoolWriter
-from hscache.store.durable import Staging
+from hscache.store.durable import Staging, disk_errors
 from hscache.store.head import write_target
 from hscache.store.index import committed_shards, finalize, read_shard
 from hscache.store.layout import StorePaths
@@ -132,26 +132,33 @@ def build(
     manifest = resolve_taps(manifest, shape)
     paths = StorePaths(out)
     refuse_foreign(out)
-    with Staging(paths.staging) as staging, _stop_on_signal() as stop:
+    with disk_errors(out), Staging(paths.staging) as staging, _stop_on_signal() as stop:
         with SpoolWriter(staging.path / "corpus.arrow") as sink:
-            rows = read_corpus(Path(manifest.corpus.path).expanduser())
+            rows = _until_stopped(read_corpus(Path(manifest.corpus.path).expanduser()), stop)
             plan = make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
         document = store_document(manifest, file_digests(directory, fast=fast_digest), plan)
         digest = claim(paths, document, plan, staging.path)
+        _set_strays_aside(paths, staging.path)
         todo = sorted(set(range(len(plan.batches))) - set(committed_shards(out)))
         require_space(bytes_needed(plan, manifest, todo), out)
         report = BuildReport(str(out), len(plan.batches), built=len(todo))
-        if todo:
-            say(
-                f"{len(todo)} of {len(plan.batches)} shards to build;"
-                f" loading {directory.name} ({manifest.target.dtype})"
-            )
+        if todo or not paths.target.exists():
+            what = f"{len(todo)} of {len(plan.batches)} shards to build" if todo else "target/ to write"
+            say(f"{what}; loading {directory.name} ({manifest.target.dtype})")
             job = _Job(manifest, plan, paths, staging.path, digest, kernels, stop)
             report.capture_seconds = job.run(todo, directory, device)
         index = finalize(out, staging.path)
     _fill_report(report, index, paths)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _set_strays_aside(paths: StorePaths, staging: Path) -> None:
+    """Move shard folders without ``zarr.json`` out of the way: no process of ours leaves one, but a deletion does."""
+    for path in paths.shards.glob("*.zarr"):
+        if not (path / "zarr.json").exists():
+            say(f"{path}: no zarr.json, so no shard; it is built again")
+            path.rename(staging / f"stray-{path.name}")
 
 
 def require_space(needed: int, out: Path) -> None:
@@ -291,23 +298,14 @@ class _Job:
                     if self._stop:
                         raise Interrupted(self._stop[0])
                     for pending in capturer.start(spool.batch(number)):
-                        in_flight.append(writer.submit(self._guarded, work.take, pending))
+                        in_flight.append(writer.submit(work.take, pending))
                     collect(_BATCHES_IN_FLIGHT)
                 # here: on the writer thread the next shard's calls would be counted with this one's
                 seen = {"oom_splits": capturer.oom_splits, **self._ran(observation.take(), shard)}
-                in_flight.append(writer.submit(self._guarded, self._commit, work, shard, seen))
+                in_flight.append(writer.submit(self._commit, work, shard, seen))
                 done += 1
             collect(0)
         progress.close()
-
-    def _guarded(self, step: Any, *args: Any) -> int:
-        """Run a step of the writer thread; a full disk becomes an error that says how to go on."""
-        try:
-            return int(step(*args))
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise self._disk_full(f"{error.strerror}") from error
 
     def _ran(self, records: list[KernelRecord], shard: int) -> dict[str, Any]:
         """Return the kernels that a shard ran; refuse it when they are no path, or not that of the other shards."""
@@ -334,16 +332,8 @@ class _Job:
         return 0
 
     def _require_room(self, shard: int) -> None:
-        needed = bytes_needed(self._plan, self._manifest, [shard])
-        if free_bytes(self._paths.root) < needed + _FREE_MARGIN_BYTES // 4:
-            raise self._disk_full(f"{size(free_bytes(self._paths.root))} free, the next shard takes {size(needed)}")
-
-    def _disk_full(self, what: str) -> EnvironmentFault:
-        return EnvironmentFault(
-            "disk-full",
-            f"{self._paths.root}: {what}; {len(committed_shards(self._paths.root))} shards are committed",
-            hint="make room and run the same command again: it goes on where it stopped",
-        )
+        if free_bytes(self._paths.root) < bytes_needed(self._plan, self._manifest, [shard]) + _FREE_MARGIN_BYTES // 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk says so, in the middle of a shard
 
     def _note(self, progress: Progress, done: int, total: int) -> str:
         rate = self._bytes / max(progress.elapsed_s, 1e-9)
@@ -385,6 +375,13 @@ class _Shard:
         """Make the shard visible."""
         self._destination.parent.mkdir(exist_ok=True)
         self._writer.commit(self._destination, {**attributes, "health": self._health.to_json()})
+
+
+def _until_stopped(rows: Iterable[CorpusRow], stop: list[int]) -> Iterator[CorpusRow]:
+    for row in rows:
+        if stop:
+            raise Interrupted(stop[0])
+        yield row
 
 
 @contextmanager

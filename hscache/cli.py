@@ -226,6 +226,38 @@ def verify(
 
 
 @app.command()
+def repair(
+    store: StoreArgument,
+    target: Annotated[Path | None, typer.Option(help="Checkpoint directory; default: the manifest's.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Corpus; default: the manifest's.")] = None,
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Let auto run torch references on a GPU.")
+    ] = False,
+    accept_path: Annotated[
+        str | None, typer.Option(help="Id of another kernel path whose shards may stay in this store.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Verify a store and build again only what is damaged.
+
+    Example: hscache repair runs/demo/store
+    """
+    from dataclasses import asdict
+
+    from hscache.build import KernelPolicy
+    from hscache.repair import repair as run_repair
+    from hscache.report import print_repair
+
+    kernels = KernelPolicy("auto", allow_fallback, accept_path)
+    report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
+    if json:
+        emit_json(asdict(report))
+    print_repair(report)
+    _exit_if(not report.ok)
+
+
+@app.command()
 def info(store: StoreArgument, json: Json = False) -> None:
     """Show what a store is: target, taps, corpus, counts, sizes, provenance.
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hscache.errors import HscacheError
+from hscache.errors import EnvironmentFault, HscacheError
 
 _EXIT_BUG = 70
 
@@ -154,6 +154,11 @@ def run_command(command: Callable[[], object]) -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of our output had enough
         sys.exit(0)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        say(f"error[disk-error]: {error}")
+        sys.exit(EnvironmentFault.exit_code)
     except Exception:
         traceback.print_exc()
         say("error[bug]: this is a fault of hscache; please report it with the lines above")

@@ -20,6 +20,7 @@ from hscache.verify import Finding, VerifyReport
 
 if TYPE_CHECKING:
     from hscache.compare import Comparison, KernelsReport
+    from hscache.repair import RepairReport
 
 _SHOWN_VERSIONS = ("transformers", "torch", "flash-linear-attention", "causal-conv1d")
 
@@ -115,6 +116,16 @@ def print_verify(report: VerifyReport, limit: int = 20) -> None:
         say(f"{report.store}: {len(report.findings)} findings in {len(shards)} shards ({report.level}): {done}")
         if report.level == "quick" and shards:
             say(f"hint: hscache verify {report.store} --level full")
+
+
+def print_repair(report: RepairReport) -> None:
+    """Print what was repaired."""
+    if not report.found:
+        say(f"{report.store}: nothing to repair")
+        return
+    found = ", ".join(f"{n} {code}" for code, n in sorted(report.found.items()))
+    state = "whole and right now" if report.ok else "still damaged: hscache verify says what is left"
+    say(f"{report.store}: found {found}; built {len(report.rebuilt)} shards again; {state}")
 
 
 def verify_with_states(

@@ -17,6 +17,7 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "hscache"))
 
 DATA = Path(__file__).parent / "data"
+TINY_HYBRID = Path(__file__).parent.parent / "tools" / "tiny_hybrid"
 SMOLLM2 = Path.home() / ".cache/hscache/targets/SmolLM2-135M-Instruct"
 
 
@@ -52,3 +53,15 @@ def smollm2_manifest(corpus: Path, **sections: dict[str, object]) -> BuildManife
     for name, section in sections.items():
         raw[name] = {**raw.get(name, {}), **section}
     return parse_manifest(raw, "test")
+
+
+PLANTED: list[tuple[str, str, str]] = []
+"""Fault, code of the check that found it, and when: filled by test_planted.py, printed at the end of a run."""
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print which planted fault was found by which check."""
+    if PLANTED:
+        terminalreporter.section("planted faults")
+        for fault, code, when in PLANTED:
+            terminalreporter.write_line(f"{fault:34} {code:20} {when}")

@@ -7,14 +7,42 @@ process works in a directory of its own there and holds a lock on it; the kernel
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from hscache.errors import EnvironmentFault
+
 _LOCK_SUFFIX = ".lock"
+_AGAIN = "run the same command again: it goes on where it stopped"
+
+
+@contextmanager
+def disk_errors(root: Path) -> Iterator[None]:
+    """Turn the file system's refusals inside the block into errors that say how to go on.
+
+    Args:
+        root: The store being written.
+
+    Raises:
+        EnvironmentFault: ``disk-full`` or ``disk-error``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # not the file system's: other libraries raise plain OSErrors too
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        what = f"{root}: {os.strerror(error.errno)}{where}; what is committed is whole"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise EnvironmentFault("disk-full", what, hint=f"make room and {_AGAIN}") from error
+        raise EnvironmentFault("disk-error", what, hint=f"mend it and {_AGAIN}") from error
 
 
 def fsync_directory(path: Path) -> None:

@@ -14,7 +14,6 @@ bf16 again.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +85,7 @@ def write_target(
         named["lm_head.weight"] = tensors["lm_head"]
     write_file(directory / _HEAD_FILE, save({name: _narrow(tensor) for name, tensor in named.items()}))
     for path in copies:
-        shutil.copyfile(path, directory / path.name)
+        write_file(directory / path.name, path.read_bytes())
     files = {path.name: _entry(path) for path in sorted(directory.iterdir())}
     body = {**facts, "tied": tied, "files": files}
     write_file(directory / _FACTS_FILE, canonical_json({**body, "digest": json_digest(body)}))

@@ -25,16 +25,18 @@ def build_args(manifest: Path, store: Path) -> list[str]:
     return [*COMMAND, "build", str(manifest), "--out", str(store)]
 
 
-def kill_at(seconds: float, manifest: Path, store: Path) -> bool:
-    """Start a build and kill it after a time; return whether it was still running."""
+def kill_after(shards: int, seconds: float, manifest: Path, store: Path) -> int | None:
+    """Start a build and kill it some time after its n-th commit; return the shards there, None if it was faster."""
     process = subprocess.Popen(build_args(manifest, store), stderr=subprocess.DEVNULL, env=ENV)
+    while process.poll() is None and len(committed_shards(store)) < shards:
+        time.sleep(0.002)
     try:
         process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGKILL)
         process.wait()
-        return True
-    return False
+        return len(committed_shards(store))
+    return None
 
 
 def check_resume(manifest: Path, store: Path, reference: Path) -> None:
@@ -47,24 +49,17 @@ def check_resume(manifest: Path, store: Path, reference: Path) -> None:
     assert report.samples == 24
 
 
-def run_time(manifest: Path, store: Path) -> float:
-    started = time.monotonic()
-    subprocess.run(build_args(manifest, store), check=True, capture_output=True, env=ENV)
-    return time.monotonic() - started
-
-
 def kill_and_resume(n_kills: int, manifest: Path, reference: Path, tmp_path: Path, seed: int) -> None:
-    whole = run_time(manifest, tmp_path / "whole")
-    moments, killed_inside = random.Random(seed), 0
+    """Kill at random moments: after a random commit (0: before the first, in the start-up too) and a random while."""
+    moments, total, killed = random.Random(seed), len(committed_shards(reference)), []
     for kill in range(n_kills):
         store = tmp_path / f"store-{kill}"
-        # from the first import to past the end, so that start-up, every shard and the index are hit
-        if kill_at(moments.uniform(0.1, 1.05) * whole, manifest, store):
-            done = len(committed_shards(store)) if store.exists() else 0
-            killed_inside += done > 0
-            print(f"kill {kill}: {done} shards were committed")
+        after = moments.randrange(total)
+        done = kill_after(after, moments.uniform(0, 0.4 if after else 6.0), manifest, store)
+        print(f"kill {kill}: {'too late' if done is None else f'{done} of {total} shards were committed'}")
+        killed += [] if done is None else [done]
         check_resume(manifest, store, reference)
-    assert killed_inside, "no kill fell between two commits: the test saw nothing"
+    assert any(0 < done < total for done in killed), "no kill fell between two commits: the test saw nothing"
 
 
 def test_builds_killed_at_random_moments_resume_to_the_same_store(

@@ -1,0 +1,101 @@
+"""Make a damaged store whole again, rebuilding only what is damaged.
+
+``verify`` names the shards and derived files that are not right; those are set aside and built again from the store's
+own manifest, plan and corpus. What is good stays as it is, byte for byte. A damaged ``manifest.json`` cannot be
+repaired: it is the one thing that says what the store should hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hscache.build import BuildReport, KernelPolicy, build
+from hscache.console import say
+from hscache.manifest import parse_manifest
+from hscache.store.durable import Staging
+from hscache.store.index import read_manifest
+from hscache.store.layout import StorePaths
+from hscache.verify import VerifyReport, verify
+
+_AUTO = KernelPolicy()
+
+
+@dataclass
+class RepairReport:
+    """What was repaired.
+
+    Attributes:
+        store: Store directory.
+        found: Codes of the findings -> how many.
+        rebuilt: Numbers of the shards that were built again.
+        rewritten: Other files that were made again.
+        build: What the build did; None when nothing had to be built.
+        ok: Whether the store is whole now.
+    """
+
+    store: str
+    found: dict[str, int] = field(default_factory=dict)
+    rebuilt: list[int] = field(default_factory=list)
+    rewritten: list[str] = field(default_factory=list)
+    build: BuildReport | None = None
+    ok: bool = True
+
+
+def repair(
+    root: Path,
+    *,
+    target: Path | None = None,
+    corpus: Path | None = None,
+    device: str | None = None,
+    kernels: KernelPolicy = _AUTO,
+) -> RepairReport:
+    """Verify a store and rebuild what is damaged.
+
+    Args:
+        root: Store directory.
+        target: Checkpoint directory; None for the manifest's.
+        corpus: Corpus; None for the manifest's.
+        device: Where the target runs.
+        kernels: Which kernel paths are accepted; the good shards' path is required unless named otherwise.
+
+    Raises:
+        HscacheError: Of every group; ``store-damaged`` when ``manifest.json`` itself is damaged.
+    """
+    document, paths = read_manifest(root), StorePaths(root)
+    before = verify(root)
+    report = RepairReport(str(root))
+    for finding in before.findings:
+        report.found[finding.code] = report.found.get(finding.code, 0) + 1
+    if before.ok:
+        return report
+    report.rebuilt = sorted({f.shard for f in before.findings if f.shard is not None and f.shard < before.shards})
+    with Staging(paths.staging) as staging:
+        for path in _damaged(paths, before):
+            # set aside by one rename: a repair that is killed leaves a store that a build can finish
+            path.rename(staging.path / f"{path.parent.name}-{path.name}")
+            if path.parent != paths.shards:
+                report.rewritten.append(path.name)
+    say(f"{root}: {len(report.rebuilt)} shards to build again, and {', '.join(report.rewritten) or 'no other file'}")
+    report.build = build(_manifest(document, target, corpus), root, device=device, kernels=kernels)
+    report.ok = verify(root).ok
+    return report
+
+
+def _damaged(paths: StorePaths, found: VerifyReport) -> list[Path]:
+    """Return what has to go: shards with findings, and derived files that are wrong."""
+    shards = {paths.shard(finding.shard) for finding in found.findings if finding.shard is not None}
+    codes = {finding.code for finding in found.findings}
+    others = {"plan-damaged": paths.plan, "index-stale": paths.index, "target-damaged": paths.target}
+    damaged = sorted(shards) + [path for code, path in others.items() if code in codes]
+    return [path for path in damaged if path.exists()]
+
+
+def _manifest(document: dict[str, Any], target: Path | None, corpus: Path | None) -> Any:
+    raw = dict(document["manifest"])
+    if target is not None:
+        raw["target"] = {**raw["target"], "path": str(target)}
+    if corpus is not None:
+        raw["corpus"] = {**raw["corpus"], "path": str(corpus)}
+    return parse_manifest(raw, "manifest.json")
