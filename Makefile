@@ -33,7 +33,7 @@ lint: $(STAMP)  ## ruff
 types: $(STAMP)  ## mypy --strict on both packages
 	$(BIN)/mypy
 
-check: lint types test  ## everything that CI runs
+check: lint types test fla  ## everything that CI runs
 
 crash: assets  ## kill -9 at 20 random moments; minutes
 	$(BIN)/python -m pytest -m crash
