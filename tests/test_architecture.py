@@ -26,6 +26,7 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 LEVELS = [
     {"hscache.cli"},
     {"hscache.report"},
+    {"hscache.convert"},
     {"hscache.build", "hscache.verify", "hscache.compare", "hscache.doctor"},
     {"hscache.claim"},
     {"hscache.corpus"},  # generate runs the target
