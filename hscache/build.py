@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from hscache.checks import Health
+from hscache.checks import CodecError, Health
 from hscache.claim import claim, now, refuse_foreign, store_document
 from hscache.console import Progress, say, size
 from hscache.corpus.readers import read_corpus
@@ -31,6 +31,7 @@ from hscache.errors import ConflictError, EnvironmentFault
 from hscache.manifest import BuildManifest
 from hscache.plan import CorpusRow, Plan, array_bytes, make_plan, manifest_specs
 from hscache.spool import Spool, SpoolWriter
+from hscache.store import lossy
 from hscache.store.durable import Staging, disk_errors
 from hscache.store.head import write_target
 from hscache.store.index import committed_shards, finalize, read_shard
@@ -132,7 +133,7 @@ def build(
     manifest = resolve_taps(manifest, shape)
     paths = StorePaths(out)
     refuse_foreign(out)
-    with disk_errors(out), Staging(paths.staging) as staging, _stop_on_signal() as stop:
+    with disk_errors(out), Staging(paths.staging) as staging, stop_on_signal() as stop:
         with SpoolWriter(staging.path / "corpus.arrow") as sink:
             rows = _until_stopped(read_corpus(Path(manifest.corpus.path).expanduser()), stop)
             plan = make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
@@ -228,7 +229,14 @@ class _Job:
         target = load_target(self._manifest.target, shape, directory, pick_device(device))
         self._accept_path(target)
         self._write_target(target, directory)
-        capturer = Capturer(target, states.taps, final_state=states.final_state, topk=self._manifest.logits.topk)
+        codec = self._manifest.store.codec
+        capturer = Capturer(
+            target,
+            states.taps,
+            final_state=states.final_state,
+            topk=self._manifest.logits.topk,
+            scheme=lossy.scheme(codec, shape.hidden_size) if codec in lossy.NAMES else None,
+        )
         started = time.monotonic()
         with observe_kernels(target.model, self._kernels.choice) as observation:
             self._capture(todo, capturer, observation)
@@ -351,6 +359,7 @@ class _Shard:
         self._writer = ShardWriter(staging / uuid.uuid4().hex, specs, manifest.store.codec)
         assert isinstance(manifest.states.taps, tuple)
         self._health = Health(len(manifest.states.taps) + 1)
+        self._codec_error = CodecError() if manifest.store.codec in lossy.NAMES else None
         self.rejected = 0
         self.bytes = 0
 
@@ -368,13 +377,18 @@ class _Shard:
                 continue
             self._writer.add(row.sample_id, row.row, sample.arrays)
             self._health.add(sample.stats)
+            if self._codec_error is not None and sample.errors is not None:
+                self._codec_error.add(sample.errors)
             self.bytes += sum(array.nbytes for array in sample.arrays.values())
         return tokens
 
     def commit(self, attributes: dict[str, Any]) -> None:
         """Make the shard visible."""
         self._destination.parent.mkdir(exist_ok=True)
-        self._writer.commit(self._destination, {**attributes, "health": self._health.to_json()})
+        health = self._health.to_json()
+        if self._codec_error is not None:
+            health["codec"] = self._codec_error.to_json()
+        self._writer.commit(self._destination, {**attributes, "health": health})
 
 
 def _until_stopped(rows: Iterable[CorpusRow], stop: list[int]) -> Iterator[CorpusRow]:
@@ -385,7 +399,7 @@ def _until_stopped(rows: Iterable[CorpusRow], stop: list[int]) -> Iterator[Corpu
 
 
 @contextmanager
-def _stop_on_signal() -> Iterator[list[int]]:
+def stop_on_signal() -> Iterator[list[int]]:
     """Turn the first SIGINT or SIGTERM into an entry of the list; the second acts as ever."""
     stop: list[int] = []
 

@@ -258,6 +258,39 @@ def repair(
 
 
 @app.command()
+def convert(
+    store: StoreArgument,
+    out: Annotated[Path, typer.Option("--out", help="Store directory; new, or begun by this conversion.")],
+    codec: Annotated[
+        Literal["raw", "lz4", "zstd", "int8", "int4"] | None, typer.Option(help="Codec of the new store.")
+    ] = None,
+    taps: Annotated[str | None, typer.Option(help="Decoder blocks to keep: 1,8,14.")] = None,
+    no_final_state: Annotated[bool, typer.Option("--no-final-state", help="Drop the final state.")] = False,
+    topk: Annotated[int | None, typer.Option(min=0, help="Log-probabilities to keep; 0 drops the logits.")] = None,
+    json: Json = False,
+) -> None:
+    """Rewrite a store without its target: another codec, fewer taps or logits; run again to go on after a stop.
+
+    Example: hscache convert runs/demo/store --out runs/demo/int8 --codec int8
+    """
+    from dataclasses import asdict
+
+    from hscache.build import Interrupted
+    from hscache.convert import Change
+    from hscache.convert import convert as run_convert
+    from hscache.report import print_convert
+
+    try:
+        report = run_convert(store, out, Change(codec, _numbers(taps), not no_final_state, topk))
+    except Interrupted as stop:
+        say(f"{stop}: the committed shards are whole. To go on:\n  {_command_line()}")
+        raise typer.Exit(128 + stop.signum) from None
+    if json:
+        emit_json(asdict(report))
+    print_convert(report)
+
+
+@app.command()
 def info(store: StoreArgument, json: Json = False) -> None:
     """Show what a store is: target, taps, corpus, counts, sizes, provenance.
 
@@ -295,6 +328,17 @@ def _manifest(path: Path, overrides: list[str] | None) -> BuildManifest:
     from hscache.manifest import load_manifest
 
     return load_manifest(path, overrides or ())
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    from hscache.errors import ConfigError
+
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError("taps-invalid", f"--taps {text!r}: no list of numbers", hint="--taps 1,8,14") from None
 
 
 def _exit_if(found: bool) -> None:

@@ -28,7 +28,8 @@ from hscache.plan import CorpusRow
 from hscache.store.head import TargetHead, load_head
 from hscache.store.index import read_plan
 from hscache.store.layout import StorePaths
-from hscache.store.reader import Sample, Store, as_torch
+from hscache.store.lossy import WORST_COSINE
+from hscache.store.reader import Sample, Store, as_torch, decoded
 from hscache.target.capture import Captured, Capturer
 from hscache.target.facts import read_shape, resolve_path
 from hscache.target.kernel_compare import LocalComparison, compare_local, first_divergence
@@ -219,17 +220,25 @@ def recompute(store: Store, count: int, *, target: Path | None = None, device: s
     with observe_kernels(loaded.model):
         for i in _pick(len(store), count):
             sample = store.sample(i, kind="bits")
+            # through the store's codec as well: then equal states stay equal, bit by bit
             width = _batch_width(plan, sample.sample_id)
             captured = _capture(capturer, _row(i, sample.sample_id, sample.input_ids, sample.loss_mask), width)
             mask = torch.from_numpy(sample.loss_mask)
-            distances.add(sample.sample_id, _columns(store, captured.arrays), _columns(store, vars(sample)), mask)
+            arrays = {**captured.arrays, **decoded(captured.arrays, store.specs.values())}
+            distances.add(sample.sample_id, _columns(store, arrays), _columns(store, vars(sample)), mask)
     return distances.finish()
 
 
-def fault(comparison: Comparison) -> str:
-    """Return in words why two sets of states cannot be the same ones computed twice, or an empty string."""
+def fault(comparison: Comparison, codec: str = "raw") -> str:
+    """Return in words why two sets of states cannot be the same ones computed twice, or an empty string.
+
+    Args:
+        comparison: Of the two.
+        codec: Of the store whose states went through one, where the other's did not.
+    """
+    mean = _RECOMPUTE_MEAN if codec != "int4" else 1 - WORST_COSINE[codec]
     for tap in comparison.taps:
-        if tap.mean > _RECOMPUTE_MEAN or tap.max > _RECOMPUTE_MAX or abs(tap.norm_ratio - 1) > _RECOMPUTE_NORM:
+        if tap.mean > mean or tap.max > _RECOMPUTE_MAX or abs(tap.norm_ratio - 1) > _RECOMPUTE_NORM:
             return (
                 f"{tap.name}: 1-cos mean {tap.mean:.2g}, max {tap.max:.2g}, norm ratio {tap.norm_ratio:.4f}; "
                 f"worst sample {comparison.worst_sample}"
@@ -406,7 +415,9 @@ def _names(store: Store) -> list[str]:
 
 
 def _capturer(store: Store, target: LoadedTarget, dtype: torch.dtype = torch.bfloat16) -> Capturer:
-    return Capturer(target, tuple(store.taps), final_state="final_state" in store.specs, topk=0, dtype=dtype)
+    scheme = store.specs["hidden_states"].scheme if dtype == torch.bfloat16 else None
+    final_state = "final_state" in store.specs
+    return Capturer(target, tuple(store.taps), final_state=final_state, topk=0, dtype=dtype, scheme=scheme)
 
 
 def _manifest(store: Store) -> BuildManifest:

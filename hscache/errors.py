@@ -19,6 +19,8 @@ CODES: dict[str, str] = {
     "taps-invalid": "taps outside the target's layers, unordered or repeated",
     "target-facts-mismatch": "the manifest's declared shape differs from the target's config",
     "codec-unknown": "a codec that this version does not have",
+    "convert-nothing": "a conversion to what the store is already",
+    "convert-lossy": "a conversion from one lossy codec to another",
     "kernel-choice": "a kernel choice or op that does not exist, or that no package implements for this model",
     # input
     "corpus-missing": "the corpus does not exist",
@@ -29,6 +31,7 @@ CODES: dict[str, str] = {
     "template-missing": "the tokenizer has no chat template",
     "template-without-generation": "the chat template does not mark what the assistant generated",
     "not-a-store": "the path holds no hscache store",
+    "store-unfinished": "the store's build has not finished",
     "sample-unknown": "no such sample in this store",
     "sample-range": "a token range outside the sample",
     "array-absent": "this store was built without that array",

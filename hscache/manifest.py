@@ -41,6 +41,8 @@ def _read_size(value: object) -> object:
 Size = Annotated[int, BeforeValidator(_read_size), Field(gt=0)]
 Taps = Annotated[tuple[Annotated[int, Strict(), Field(ge=0)], ...], Strict(False), Field(min_length=1)]
 
+Codec = Literal["raw", "lz4", "zstd", "int8", "int4"]
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -105,7 +107,8 @@ class LimitsSpec(_Section):
 class StoreSpec(_Section):
     """How states are written."""
 
-    codec: Literal["raw", "lz4", "zstd"] = "raw"
+    codec: Codec = "raw"
+    """``raw``, ``lz4`` and ``zstd`` keep every bit; ``int8`` and ``int4`` are lossy, with a measured error."""
     shard_bytes: Size = 1 << 30
     """A shard rolls when the next batch would pass this size."""
     chunk_tokens: int = Field(default=64, gt=0)

@@ -108,6 +108,7 @@ def manifest_specs(manifest: BuildManifest, hidden_size: int) -> list[ArraySpec]
         final_state=manifest.states.final_state,
         topk=manifest.logits.topk,
         chunk_tokens=manifest.store.chunk_tokens,
+        codec=manifest.store.codec,
     )
 
 

@@ -14,12 +14,14 @@ from hscache.console import duration, facts, say, size, table
 from hscache.errors import ConfigError, EnvironmentFault
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan, array_bytes, manifest_specs
+from hscache.store import lossy
 from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
 from hscache.store.layout import StorePaths
 from hscache.verify import Finding, VerifyReport
 
 if TYPE_CHECKING:
     from hscache.compare import Comparison, KernelsReport
+    from hscache.convert import ConvertReport
     from hscache.repair import RepairReport
 
 _SHOWN_VERSIONS = ("transformers", "torch", "flash-linear-attention", "causal-conv1d")
@@ -70,7 +72,9 @@ def print_plan(plan: dict[str, Any], manifest: BuildManifest, out: Path) -> None
         right=(1, 3, 4),
     )  # fmt: skip
     padding = plan["padded_tokens"] / plan["tokens"] - 1
-    packed = "" if plan["codec"] == "raw" else f"; codec {plan['codec']} makes the states smaller than shown"
+    packed = (
+        "" if plan["codec"] not in ("lz4", "zstd") else f"; codec {plan['codec']} makes the states smaller than shown"
+    )
     facts(
         "plan",
         [
@@ -96,6 +100,17 @@ def print_build(report: BuildReport) -> None:
     )
     if rejected:
         say(f"{rejected} rows rejected: {_reasons(report.rejected)}; reasons in {report.store}/index.parquet")
+
+
+def print_convert(report: ConvertReport) -> None:
+    """Print what a conversion did."""
+    what = f"{report.built} shards converted" if report.built else "nothing to do, every shard was there"
+    say(f"{report.store}: {what} in {duration(report.seconds)}")
+    kept = "states bit by bit those of the source" if report.exact else "hscache info shows the error of the codec"
+    say(
+        f"{report.samples:,} samples, {' -> '.join(report.codecs)}: {size(report.bytes_before)} -> {size(report.bytes)}"
+        f" ({report.bytes_before / max(report.bytes, 1):.2f} to 1); {kept}"
+    )
 
 
 def print_verify(report: VerifyReport, limit: int = 20) -> None:
@@ -188,9 +203,12 @@ def verify_with_states(
             plot_kernels(two, plot)
     if against:
         other = compare.against(store, hscache.open(against), samples)
-        bad = compare.fault(other)
+        codecs = {document["manifest"]["store"]["codec"] for document in (store.manifest, read_manifest(against))}
+        lossy_ones = sorted(codecs & set(lossy.NAMES))  # int4, the coarser, first
+        bad = compare.fault(other, [*lossy_ones, "raw"][0])
         exact = min(tap.equal for tap in other.taps)
-        sentence = f"against {against}, {other.samples} samples: " + (bad or f"the same states, {exact:.2%} bit by bit")
+        same = f"the same states up to the error of {' and '.join(lossy_ones)}" if lossy_ones else "the same states"
+        sentence = f"against {against}, {other.samples} samples: " + (bad or f"{same}, {exact:.2%} bit by bit")
         out["against"] = {**asdict(other), "sentence": sentence}
         if bad:
             report.findings.append(Finding("stores-differ", str(against), bad))
@@ -296,6 +314,7 @@ def store_info(root: Path) -> dict[str, Any]:
         "kernel_paths": sorted({record["provenance"]["kernels"]["path_id"] for record in records}),
         "provenance": first["provenance"] if first else None,
         "typical_rms": first["health"]["typical_rms"] if first else None,
+        "codec_error": _codec_error([record["health"]["codec"] for record in records if "codec" in record["health"]]),
     }
 
 
@@ -331,7 +350,43 @@ def print_info(info: dict[str, Any]) -> None:
                 " ".join(f"{x:.3g}" for x in info["typical_rms"]) + "  (typical RMS per tap, final state last)",
             ),
         ]
+    if info["codec_error"]:
+        error = info["codec_error"]
+        kl = "" if error["kl_nats"] is None else f"; KL {error['kl_nats']:.1e} nats over {error['kl_rows']} tokens"
+        pairs += [
+            (
+                "lossy",
+                "relative L2 error " + _percents(error["rel_l2"]) + f", 99 % below {_percents(error['rel_l2_p99'])}",
+            ),
+            ("", "worst token's cosine " + " ".join(f"{x:.5f}" for x in error["worst_cosine"]) + kl),
+        ]
     facts(f"{info['store']}: format v{info['format_version']}, {state}", pairs)
+
+
+def _codec_error(records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the error of a lossy codec over all shards; the 99th percentile is that of the worst shard."""
+    records = [record for record in records if record["tokens"]]
+    if not records:
+        return None
+    tokens, kl_rows = (sum(record[name] for record in records) for name in ("tokens", "kl_rows"))
+
+    def columns(name: str) -> list[tuple[float, ...]]:
+        return list(zip(*(record[name] for record in records), strict=True))
+
+    weights = [record["tokens"] / tokens for record in records]
+    kl = [record["kl_nats"] * record["kl_rows"] / kl_rows for record in records if record["kl_rows"]]
+    return {
+        "tokens": tokens,
+        "rel_l2": [sum(x * w for x, w in zip(column, weights, strict=True)) for column in columns("rel_l2")],
+        "rel_l2_p99": [max(column) for column in columns("rel_l2_p99")],
+        "worst_cosine": [min(column) for column in columns("worst_cosine")],
+        "kl_nats": sum(kl) if kl else None,
+        "kl_rows": kl_rows,
+    }
+
+
+def _percents(numbers: list[float]) -> str:
+    return " ".join(f"{100 * x:.2g}" for x in numbers) + " %"
 
 
 def _reasons(reasons: dict[str, int]) -> str:

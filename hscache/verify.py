@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from hscache.checks import Health, RowStats, find_fault, reduce_rows
 from hscache.console import Progress
 from hscache.errors import HscacheError, IntegrityError
+from hscache.store import lossy
 from hscache.store.head import TargetHead, check_target, load_head
 from hscache.store.index import (
     build_index,
@@ -34,7 +35,7 @@ from hscache.store.index import (
     table_digest,
 )
 from hscache.store.layout import ArraySpec, StorePaths, shard_name
-from hscache.store.reader import as_torch, specs_of
+from hscache.store.reader import as_torch, decoded, specs_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ FINDINGS: dict[str, str] = {
     "kernels-mixed": "shards were computed by different kernel paths, and nobody accepted that",
     "target-damaged": "a file of target/ is missing or altered",
     "head-mismatch": "lm_head(final state) does not give the stored top-k",
+    "codec-error": "a shard's record lacks the error of its lossy codec, or it is beyond what the codec promises",
     "recompute-differs": "the target gives other states for a sample than are stored (--recompute)",
     "kernels-differ": "two kernel paths give different states (--kernels)",
     "stores-differ": "two stores hold different states for the same samples (--against)",
@@ -69,11 +71,15 @@ FINDINGS: dict[str, str] = {
 
 # A shard's typical magnitude against the median shard's, per tap; lengths and topics move it by a few percent.
 _OUTLIER_FACTOR = 2.0
-_STATISTICS_RTOL = 1e-3
+# Statistics are those of the states before a lossy codec; what decoding gives differs by its error.
+_STATISTICS_RTOL = {"int8": 0.01, "int4": 0.1}
+_STATISTICS_RTOL_LOSSLESS = 1e-3
 # The self-check compares log-probabilities taken from the unrounded state with those of the stored bf16 one. Rounding
-# moves them by a few hundredths at most on real models; another norm or layer moves them by whole nats.
+# moves them by a few hundredths at most on real models; another norm or layer moves them by whole nats. int8 moves
+# them by a tenth at most; int4 by 0.2 on average, with single rows beyond 1, so that a shard's mean is judged instead.
 _HEAD_ROWS_PER_SHARD = 32
-_HEAD_LIMIT_NATS = 0.25
+_HEAD_LIMIT_NATS = {"raw": 0.25, "lz4": 0.25, "zstd": 0.25, "int8": 0.5, "int4": math.inf}
+_HEAD_MEAN_LIMIT_NATS = 1.0
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,7 @@ class _Verifier:
         self._typical: dict[int, list[float]] = {}
         self._paths_seen: dict[str, int] = {}
         self._paths_accepted: set[str] = set()
+        self._codec: str = document["manifest"]["store"]["codec"]
         self._head: TargetHead | None = None
         self._head_errors: list[float] = []
 
@@ -228,6 +235,7 @@ class _Verifier:
         self._paths_accepted.add(made["accepted_path"])
         if good:
             self._typical[shard] = body["health"]["typical_rms"]
+            self._codec_error(shard, body["health"])
         if self._full and whole:
             self._contents(shard, path, body, good)
         return tokens
@@ -274,7 +282,7 @@ class _Verifier:
             self._find("array-unreadable", shard_name(shard), str(error), shard)
             return
         health = Health(len(self._taps) + ("final_state" in arrays))
-        picks = _spread(rows, _HEAD_ROWS_PER_SHARD)
+        picks, before = _spread(rows, _HEAD_ROWS_PER_SHARD), len(self._head_errors)
         complete = True
         for i, row in enumerate(rows):
             where = f"{shard_name(shard)}: {row['sample_id']}"
@@ -284,20 +292,29 @@ class _Verifier:
                 self._find("array-unreadable", where, str(error), shard)
                 complete = False
                 continue
+            self._digest(where, shard, row, values)
+            values |= decoded(values, self._specs)
             stats = self._sample(where, shard, row, values)
             if stats is not None:
                 health.add(stats)
             if i in picks and self._head is not None:
                 self._head_check(where, shard, values, picks[i])
+        mean = float(np.mean(self._head_errors[before:] or [0.0]))
+        if self._codec == "int4" and mean > _HEAD_MEAN_LIMIT_NATS:
+            detail = f"log-probabilities differ by {mean:.3f} nats on average, limit {_HEAD_MEAN_LIMIT_NATS}"
+            self._find("head-mismatch", shard_name(shard), detail, shard)
         if complete and rows:
             self._statistics(shard, body["health"], health.to_json())
 
-    def _sample(self, where: str, shard: int, row: dict[str, Any], values: dict[str, NDArray[Any]]) -> RowStats | None:
+    def _digest(self, where: str, shard: int, row: dict[str, Any], values: dict[str, NDArray[Any]]) -> None:
         digest = xxhash.xxh3_128()
         for spec in self._specs:
             digest.update(np.ascontiguousarray(values[spec.name]).data.cast("B"))
         if digest.hexdigest() != row["digest"]:
             self._find("sample-digest", where, "bytes differ from the digest taken at capture", shard)
+
+    def _sample(self, where: str, shard: int, row: dict[str, Any], values: dict[str, NDArray[Any]]) -> RowStats | None:
+        """Check ids, mask and states (decoded) of a sample; return its statistics if the states are sound."""
         ids, mask = values["input_ids"], values["loss_mask"]
         vocab = self._document["target"]["shape"]["vocab_size"]
         if ids.min() < 0 or ids.max() >= vocab:
@@ -333,14 +350,29 @@ class _Verifier:
         error = ((recomputed.gather(-1, ids) - stored).abs() * weight).sum(-1) / weight.sum(-1)
         worst = float(error.max())
         self._head_errors += error[error.isfinite()].tolist()
-        if not math.isfinite(worst) or worst > _HEAD_LIMIT_NATS:
-            detail = f"log-probabilities differ by {worst:.3f} nats, limit {_HEAD_LIMIT_NATS}"
+        limit = _HEAD_LIMIT_NATS[self._codec]
+        if not math.isfinite(worst) or worst > limit:
+            detail = f"log-probabilities differ by {worst:.3f} nats, limit {limit}"
             self._find("head-mismatch", where, detail, shard)
+
+    def _codec_error(self, shard: int, health: dict[str, Any]) -> None:
+        if self._codec not in lossy.NAMES:
+            return
+        if "codec" not in health:
+            self._find("codec-error", shard_name(shard), "no record of it", shard)
+            return
+        promise = lossy.WORST_COSINE[self._codec]
+        for column, cosine in enumerate(health["codec"]["worst_cosine"]):
+            if not cosine >= promise:
+                name = f"tap {self._taps[column]}" if column < len(self._taps) else "final state"
+                detail = f"{name}: a token's cosine is {cosine:.5f}, {self._codec} promises {promise}"
+                self._find("codec-error", shard_name(shard), detail)
 
     def _statistics(self, shard: int, recorded: dict[str, Any], found: dict[str, Any]) -> None:
         for name in ("rms", "typical_rms", "max_abs"):
             # without a stored final state its column, the last of the record, cannot be computed again
-            if not np.allclose(recorded[name][: len(found[name])], found[name], rtol=_STATISTICS_RTOL):
+            rtol = _STATISTICS_RTOL.get(self._codec, _STATISTICS_RTOL_LOSSLESS)
+            if not np.allclose(recorded[name][: len(found[name])], found[name], rtol=rtol):
                 self._find(
                     "statistics-record", shard_name(shard), f"{name}: {found[name]} now, {recorded[name]}", shard
                 )

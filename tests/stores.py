@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hscache.checks import Health, RowStats, reduce_rows
+from hscache.checks import CodecError, Health, RowErrors, RowStats, compare_rows, reduce_rows
 from hscache.manifest import BuildManifest, parse_manifest
 from hscache.plan import CorpusRow, Plan, make_plan, manifest_specs, supervised
+from hscache.store import lossy
 from hscache.store.durable import Staging
 from hscache.store.head import write_target
 from hscache.store.index import finalize, parquet_bytes, table_digest
-from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
+from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest, scales_name
 from hscache.store.shard_writer import ShardWriter
 
 HIDDEN, VOCAB, TAPS, TOPK = 8, 32, (0, 2, 3), 4
@@ -102,6 +103,7 @@ def make_store(
     *,
     manifest: BuildManifest | None = None,
     edit: Edit | None = None,
+    edit_stored: Edit | None = None,
     reject: Sequence[str] = (),
     shards: Sequence[int] | None = None,
     scale: Callable[[int], float] = lambda shard: 1.0,
@@ -113,7 +115,8 @@ def make_store(
         path: Store directory, new.
         rows: Corpus; default :func:`corpus_rows`.
         manifest: Default :func:`little_manifest`.
-        edit: Changes a sample's arrays before they are written.
+        edit: Changes a sample's arrays before they are encoded and written.
+        edit_stored: Changes a sample's arrays as they are written.
         reject: Sample ids that capture rejects.
         shards: Shards to commit; None for all, with the index.
         scale: Shard -> magnitude of its taps.
@@ -145,7 +148,7 @@ def make_store(
         write_target(paths.target, staging.path, head_weights(), facts, [config])
         for shard in range(len(plan.batches)) if shards is None else shards:
             writer = ShardWriter(staging.path / "shard", manifest_specs(manifest, HIDDEN), manifest.store.codec)
-            health = Health(len(manifest.states.taps) + 1)
+            health, error = Health(len(manifest.states.taps) + 1), CodecError()
             for number in plan.batches[shard]:
                 for row in batches.all[number]:
                     assert row.input_ids is not None
@@ -155,8 +158,13 @@ def make_store(
                     arrays = little_arrays(row, manifest, scale(shard))
                     if edit is not None:
                         edit(row, arrays)
-                    writer.add(row.sample_id, row.row, arrays)
                     health.add(stats_of(arrays))
+                    if manifest.store.codec in lossy.NAMES:
+                        arrays, errors = encoded(arrays, manifest.store.codec)
+                        error.add(errors)
+                    if edit_stored is not None:
+                        edit_stored(row, arrays)
+                    writer.add(row.sample_id, row.row, arrays)
                     made[row.sample_id] = arrays
             attributes = {
                 "shard": shard,
@@ -164,6 +172,8 @@ def make_store(
                 "provenance": provenance(time),
                 "health": health.to_json(),
             }
+            if manifest.store.codec in lossy.NAMES:
+                attributes["health"]["codec"] = error.to_json()
             writer.commit(paths.shard(shard), attributes)
         if shards is None:
             finalize(path, staging.path)
@@ -190,6 +200,19 @@ def stats_of(arrays: Arrays) -> RowStats:
     if "final_state" in arrays:
         final = torch.from_numpy(arrays["final_state"].view(np.int16)).view(torch.bfloat16)
     return RowStats.join(reduce_rows(states), reduce_rows(final[:, None]))
+
+
+def encoded(arrays: Arrays, codec: str) -> tuple[Arrays, RowErrors]:
+    """Return a sample's arrays as a lossy store has them, and what that did to the states."""
+    scheme, out, parts = lossy.scheme(codec, HIDDEN), dict(arrays), []
+    for name in ("hidden_states", "final_state"):
+        if name in arrays:
+            out[name], out[scales_name(name)] = lossy.encode_bits(arrays[name], scheme)
+            back = lossy.decode_bits(out[name], out[scales_name(name)], scheme)
+            pair = (torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for bits in (arrays[name], back))
+            parts.append(compare_rows(*(states.reshape(len(back), -1, HIDDEN) for states in pair)))
+    rel_l2, apart = (torch.cat(part, 1).numpy() for part in zip(*parts, strict=True))
+    return out, RowErrors(rel_l2, apart, np.full(len(rel_l2), np.nan, np.float32))
 
 
 def n_loss(row: CorpusRow) -> int:

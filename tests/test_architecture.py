@@ -27,6 +27,7 @@ LEVELS = [
     {"hscache.cli"},
     {"hscache.report"},
     {"hscache.repair"},
+    {"hscache.convert"},
     {"hscache.build", "hscache.verify", "hscache.compare", "hscache.doctor"},
     {"hscache.claim"},
     {"hscache.corpus"},  # generate runs the target

@@ -253,7 +253,7 @@ manifests = st.fixed_dictionaries(
         "limits": st.fixed_dictionaries({"max_tokens": st.integers(2, 1 << 40), "batch_tokens": positive}),
         "store": st.fixed_dictionaries(
             {
-                "codec": st.sampled_from(["raw", "lz4", "zstd"]),
+                "codec": st.sampled_from(["raw", "lz4", "zstd", "int8", "int4"]),
                 "shard_bytes": positive,
                 "chunk_tokens": positive,
             }

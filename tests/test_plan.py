@@ -22,7 +22,7 @@ from hscache.plan import REASONS, WINDOW_ROWS, CorpusRow, Plan, array_bytes, mak
 from hscache.store.layout import data_file_name
 from hscache.store.shard_writer import ShardWriter
 from hscache.target.facts import read_shape, resolve_path, resolve_taps
-from tests.stores import HIDDEN, VOCAB, corpus_rows, little_arrays, little_manifest
+from tests.stores import HIDDEN, VOCAB, corpus_rows, little_arrays, little_manifest, make_store
 
 Batches = list[list[CorpusRow]]
 
@@ -339,3 +339,14 @@ def test_without_checkpoint_the_declared_shape_is_used_or_demanded(tmp_path: Pat
     with pytest.raises(EnvironmentFault) as caught:
         read_shape(spec.model_copy(update={"shape": None}), None)
     assert caught.value.code == "target-missing"
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4"])
+def test_sizes_of_every_array_are_exact(tmp_path: Path, codec: str) -> None:
+    made = make_store(tmp_path / "store", manifest=little_manifest(store={"codec": codec}))
+    planned = {entry.name: entry for entry in array_bytes(made.plan, manifest_specs(made.manifest, HIDDEN))}
+    on_disk = {name: sum(p.stat().st_size for p in made.path.glob(f"shards/*/{name}/c.*")) for name in planned}
+    assert {name: entry.files for name, entry in planned.items()} == on_disk
+    states = [entry.per_row for name, entry in planned.items() if name.startswith("hidden_states")]
+    # 8 channels at 3 taps: bf16; codes, and a step with one kept element
+    assert states == {"raw": [48], "int8": [24, 18], "int4": [12, 18]}[codec]

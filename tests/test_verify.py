@@ -16,6 +16,7 @@ import pytest
 from hscache.errors import HscacheError
 from hscache.plan import CorpusRow
 from hscache.report import verify_with_states
+from hscache.store import lossy
 from hscache.store.codecs import NAMES
 from hscache.store.durable import Staging
 from hscache.store.index import finalize, read_shard
@@ -26,7 +27,7 @@ from tests.stores import VOCAB, Arrays, change_token, corpus_rows, flip, little_
 SHARD = "shards/00000.zarr"
 QUICK = {
     "plan-damaged", "shard-missing", "shard-extra", "shard-record", "shard-foreign", "shard-samples", "file-missing",
-    "file-size", "file-extra", "statistics-outlier", "index-stale", "target-damaged", "kernels-mixed",
+    "file-size", "file-extra", "statistics-outlier", "index-stale", "target-damaged", "kernels-mixed", "codec-error",
 }  # fmt: skip
 """What is found without reading the arrays."""
 
@@ -310,6 +311,42 @@ def test_a_kernel_path_that_somebody_accepted_is_no_finding(tmp_path: Path) -> N
     assert verify(root, "quick").findings == []
 
 
+def lossy_store(folder: Path) -> Path:
+    return make_store(folder / "store", manifest=little_manifest(store={"codec": "int8"})).path
+
+
+@plant("codec-error")
+def _no_record_of_the_codec(folder: Path) -> Path:
+    root = lossy_store(folder)
+    reseal(root, lambda body: body["health"].pop("codec"))
+    return root
+
+
+@plant("codec-error")
+def _an_error_beyond_the_promise(folder: Path) -> Path:
+    root = lossy_store(folder)
+    reseal(root, lambda body: body["health"]["codec"].update(worst_cosine=[0.9999, 0.9, 0.9999, 0.9999]))
+    return root
+
+
+@plant("file-content")
+def _corrupted_scale(folder: Path) -> Path:
+    root = lossy_store(folder)
+    flip(root / SHARD / "hidden_states_scales/c.0.0.0", 1)
+    return root
+
+
+@plant("sample-states")
+def _scales_that_were_never_written(folder: Path) -> Path:
+    """The fill value under matching checksums: what a reader without ours would see of a missing chunk."""
+
+    def forget(row: CorpusRow, arrays: Arrays) -> None:
+        if row.sample_id == "s3":
+            arrays["hidden_states_scales"][:] = 0x7FC0
+
+    return make_store(folder / "store", manifest=little_manifest(store={"codec": "int8"}), edit_stored=forget).path
+
+
 BY_COMPARISON = {"recompute-differs", "kernels-differ", "stores-differ"}
 """Found only when states are compared with others."""
 
@@ -351,7 +388,7 @@ def test_the_index_of_an_unfinished_store_is_not_called_stale(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("level", ["quick", "full"])
-@pytest.mark.parametrize("codec", NAMES)
+@pytest.mark.parametrize("codec", [*NAMES, *lossy.NAMES])
 def test_a_good_store_is_clean(tmp_path: Path, codec: str, level: Any) -> None:
     made = make_store(tmp_path / "store", manifest=little_manifest(store={"codec": codec}), reject=["s1"])
     report = verify(made.path, level)
@@ -361,7 +398,7 @@ def test_a_good_store_is_clean(tmp_path: Path, codec: str, level: Any) -> None:
     assert report.tokens == sum(len(arrays["input_ids"]) for arrays in made.arrays.values())
     if level == "full":
         assert report.head_error_nats is not None
-        assert report.head_error_nats < 0.01
+        assert report.head_error_nats < {"int8": 0.02, "int4": 0.3}.get(codec, 0.01)
         assert report.head_rows > 0
 
 

@@ -62,6 +62,16 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def copy_file(source: Path, destination: Path) -> None:
+    """Copy a file's content and sync it. The caller syncs the directory."""
+    shutil.copyfile(source, destination)
+    fd = os.open(destination, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def replace_file(path: Path, data: bytes, staging: Path) -> None:
     """Write ``data`` to ``path`` so that a reader sees the old file, or the new one, whole."""
     temporary = staging / f"{path.name}.{uuid.uuid4().hex}"

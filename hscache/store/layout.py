@@ -8,6 +8,7 @@
       shards/00000.zarr/       one standalone Zarr v3 group per shard; its zarr.json is written last
         hidden_states          [T, L, H] uint16 (bf16 bits)   T = tokens of the shard, L = taps
         final_state            [T, H]    uint16 (bf16 bits)   after the final norm
+        *_scales               [T, L, C], [T, C] uint16       codecs int8 and int4 only, see below
         input_ids              [T] int32
         loss_mask              [T] uint8
         logit_ids              [S, k] int32                   S = supervised tokens of the shard
@@ -21,8 +22,12 @@ The token axis is flat and unpadded; a sample is a row range. A *supervised* tok
 predecessor (position 0 has no state that could predict it); row r of the logit arrays is the distribution that
 predicted the r-th supervised token, computed at the position before it.
 
-Every array has fill value NaN (or an impossible id), because a missing chunk reads back as fill value, without an
-error, in every Zarr reader.
+With the lossy codecs a state array holds codes, uint8 ``[T, L, W]``, and ``hidden_states_scales`` or
+``final_state_scales`` what turns them into states; their attribute ``codec`` has all that decoding needs
+(:mod:`hscache.store.lossy`).
+
+Every array has fill value NaN (or an impossible id or code), because a missing chunk reads back as fill value, without
+an error, in every Zarr reader.
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
+from hscache.store import lossy
 
 FORMAT_VERSION = 1
 BF16_NAN = 0x7FC0
@@ -56,8 +63,10 @@ class ArraySpec:
         axis: ``tokens``: a row per token; ``loss``: a row per supervised token.
         chunk_rows: Rows of one inner chunk.
         fill: Zarr ``fill_value`` as metadata JSON holds it.
-        logical_dtype: ``bfloat16`` where the stored integers are bf16 bits.
-        packed: Whether the store's codec applies; small arrays stay raw.
+        logical_dtype: ``bfloat16`` where the stored integers are bf16 bits; ``int8``, ``int4`` and ``scales`` where the
+            attribute ``codec`` says what they are.
+        packed: Whether the store's codec applies as a Zarr codec; small arrays and lossy codes stay raw.
+        scheme: How the states are encoded, of an array of codes and of its scales; None for plain values.
     """
 
     name: str
@@ -68,6 +77,7 @@ class ArraySpec:
     fill: int | str
     logical_dtype: str
     packed: bool
+    scheme: lossy.Scheme | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -91,7 +101,9 @@ class ArraySpec:
         return n * (self.chunk_rows * self.row_bytes + _CRC_BYTES) + n * _INDEX_ENTRY_BYTES + _CRC_BYTES
 
 
-def array_specs(*, n_taps: int, hidden_size: int, final_state: bool, topk: int, chunk_tokens: int) -> list[ArraySpec]:
+def array_specs(
+    *, n_taps: int, hidden_size: int, final_state: bool, topk: int, chunk_tokens: int, codec: str = "raw"
+) -> list[ArraySpec]:
     """Return the arrays of a store, in the order in which sample digests take them.
 
     Args:
@@ -100,16 +112,20 @@ def array_specs(*, n_taps: int, hidden_size: int, final_state: bool, topk: int, 
         final_state: Whether the post-norm state is kept.
         topk: Log-probabilities per supervised token; 0 for no logit arrays.
         chunk_tokens: Rows of a chunk of the state arrays.
+        codec: Name of the store's codec; the lossless ones change no array.
     """
     u16, i32, u8 = np.dtype("<u2"), np.dtype("<i4"), np.dtype("u1")
     small = {"chunk_rows": _SMALL_CHUNK_ROWS, "packed": False}
     specs = [
         ArraySpec("input_ids", i32, (), "tokens", fill=-1, logical_dtype="int32", **small),  # type: ignore[arg-type]
         ArraySpec("loss_mask", u8, (), "tokens", fill=255, logical_dtype="uint8", **small),  # type: ignore[arg-type]
-        ArraySpec("hidden_states", u16, (n_taps, hidden_size), "tokens", chunk_tokens, BF16_NAN, "bfloat16", True),
     ]
-    if final_state:
-        specs.append(ArraySpec("final_state", u16, (hidden_size,), "tokens", chunk_tokens, BF16_NAN, "bfloat16", True))
+    states = {"hidden_states": (n_taps, hidden_size)} | ({"final_state": (hidden_size,)} if final_state else {})
+    for name, inner in states.items():
+        if codec in lossy.NAMES:
+            specs += _lossy_specs(name, inner, chunk_tokens, lossy.scheme(codec, hidden_size))
+        else:
+            specs.append(ArraySpec(name, u16, inner, "tokens", chunk_tokens, BF16_NAN, "bfloat16", True))
     if topk:
         f16, f32, rows = np.dtype("<f2"), np.dtype("<f4"), _LOGIT_CHUNK_ROWS
         specs += [
@@ -118,6 +134,20 @@ def array_specs(*, n_taps: int, hidden_size: int, final_state: bool, topk: int, 
             ArraySpec("logit_lse", f32, (), "loss", rows, "NaN", "float32", False),
         ]
     return specs
+
+
+def scales_name(name: str) -> str:
+    """Return the name of the array beside the codes of ``hidden_states`` or ``final_state``."""
+    return f"{name}_scales"
+
+
+def _lossy_specs(name: str, inner: tuple[int, ...], chunk_tokens: int, scheme: lossy.Scheme) -> list[ArraySpec]:
+    u16, u8, lead = np.dtype("<u2"), np.dtype("u1"), inner[:-1]
+    codes, scales = (*lead, scheme.code_bytes), (*lead, scheme.columns)
+    return [
+        ArraySpec(name, u8, codes, "tokens", chunk_tokens, 0, scheme.name, False, scheme),
+        ArraySpec(scales_name(name), u16, scales, "tokens", chunk_tokens, BF16_NAN, "scales", False, scheme),
+    ]
 
 
 def array_metadata(spec: ArraySpec, rows: int, inner_codecs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -131,6 +161,9 @@ def array_metadata(spec: ArraySpec, rows: int, inner_codecs: list[dict[str, Any]
         "index_codecs": crc_index,
         "index_location": "end",
     }
+    attributes: dict[str, Any] = {"logical_dtype": spec.logical_dtype}
+    if spec.scheme is not None:
+        attributes["codec"] = spec.scheme.attributes()
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -140,7 +173,7 @@ def array_metadata(spec: ArraySpec, rows: int, inner_codecs: list[dict[str, Any]
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": spec.fill,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-        "attributes": {"logical_dtype": spec.logical_dtype},
+        "attributes": attributes,
         "storage_transformers": [],
     }
 

@@ -14,7 +14,7 @@ sample's bytes against its digest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from hscache.errors import InputError, IntegrityError
 from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
-from hscache.store.layout import ArraySpec, StorePaths, array_specs, shard_name
+from hscache.store.layout import ArraySpec, StorePaths, array_specs, scales_name, shard_name
+from hscache.store.lossy import decode_bits
 
 if TYPE_CHECKING:
     import torch
@@ -170,7 +171,7 @@ class Store:
             start: First token.
             stop: End of the token range; None for the sample's end.
             taps: Decoder blocks to return, in this order; None for all.
-            kind: ``torch`` (states bfloat16), ``numpy`` (states float32), or ``bits`` (states as stored, uint16).
+            kind: ``torch`` (states bfloat16), ``numpy`` (states float32), or ``bits`` (states as bf16 bits, uint16).
             verify: Check the sample's bytes against its digest; reads the whole sample.
 
         Raises:
@@ -189,14 +190,13 @@ class Store:
             self.check_digest(i)
         first = int(self._columns["start"][i])
         rows = slice(first + start, first + stop)
-        states = self._read(i, "hidden_states", rows)
         return Sample(
             sample_id=self.sample_ids[i],
             tag=self.tags[i],
             input_ids=_give(self._read(i, "input_ids", rows), "input_ids", kind),
             loss_mask=_give(self._read(i, "loss_mask", rows), "loss_mask", kind),
-            hidden_states=_give(states if picks is None else states[:, picks], "hidden_states", kind),
-            final_state=_give(self._read(i, "final_state", rows), "final_state", kind)
+            hidden_states=_give(self._states(i, "hidden_states", rows, picks), "hidden_states", kind),
+            final_state=_give(self._states(i, "final_state", rows, None), "final_state", kind)
             if "final_state" in self.specs
             else None,
             logits=self._logits(i, start, stop, kind) if "logit_ids" in self.specs else None,
@@ -208,12 +208,21 @@ class Store:
         Raises:
             IntegrityError: ``sample-digest``, or ``store-damaged``.
         """
-        digest = xxhash.xxh3_128()
+        self.stored(i)
+
+    def stored(self, i: int) -> dict[str, NDArray[Any]]:
+        """Return all arrays of a sample as its shard holds them, checked against its digest.
+
+        Raises:
+            IntegrityError: ``sample-digest``, or ``store-damaged``.
+        """
+        digest, arrays = xxhash.xxh3_128(), {}
         for spec in self.specs.values():
             key, count = ("start", "n_tokens") if spec.axis == "tokens" else ("loss_start", "n_loss")
             first = int(self._columns[key][i])
             rows = self._read(i, spec.name, slice(first, first + int(self._columns[count][i])))
-            digest.update(np.ascontiguousarray(rows).data.cast("B"))
+            arrays[spec.name] = np.ascontiguousarray(rows)
+            digest.update(arrays[spec.name].data.cast("B"))
         if digest.hexdigest() != self.digests[i]:
             shard = shard_name(int(self._columns["shard"][i]))
             raise IntegrityError(
@@ -221,6 +230,7 @@ class Store:
                 f"{shard}: sample {self.sample_ids[i]!r} differs from its digest",
                 hint=f"hscache verify {self.path} --level full",
             )
+        return arrays
 
     def _logits(self, i: int, start: int, stop: int, kind: Kind) -> TopLogits:
         first = int(self._columns["start"][i])
@@ -243,6 +253,14 @@ class Store:
         if tap not in self.taps:
             raise InputError("array-absent", f"{self.path}: no tap {tap}; stored are {self.taps}")
         return self.taps.index(tap)
+
+    def _states(self, i: int, name: str, rows: slice, picks: list[int] | None) -> NDArray[np.uint16]:
+        """Return rows of a state array as bf16 bits, decoded where the codec is lossy."""
+        scheme = self.specs[name].scheme
+        parts = [self._read(i, part, rows) for part in (name, *([scales_name(name)] if scheme else []))]
+        if picks is not None:
+            parts = [part[:, picks] for part in parts]
+        return parts[0] if scheme is None else decode_bits(parts[0], parts[1], scheme)
 
     def _read(self, i: int, name: str, rows: slice) -> NDArray[Any]:
         array = self._group(int(self._columns["shard"][i]))[name]
@@ -276,7 +294,25 @@ def specs_of(document: dict[str, Any]) -> list[ArraySpec]:
         final_state=manifest["states"]["final_state"],
         topk=manifest["logits"]["topk"],
         chunk_tokens=manifest["store"]["chunk_tokens"],
+        codec=manifest["store"]["codec"],
     )
+
+
+def decoded(values: dict[str, NDArray[Any]], specs: Iterable[ArraySpec]) -> dict[str, NDArray[Any]]:
+    """Return the states of a lossy store's rows.
+
+    Args:
+        values: Array name -> rows as stored.
+        specs: The arrays of the store.
+
+    Returns:
+        ``hidden_states`` and ``final_state`` as bf16 bits, uint16; nothing for a store that is not lossy.
+    """
+    return {
+        spec.name: decode_bits(values[spec.name], values[scales_name(spec.name)], spec.scheme)
+        for spec in specs
+        if spec.scheme is not None and scales_name(spec.name) in values
+    }
 
 
 def check_files(path: Path, body: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@
     rows of one forward batch
       -> right-padded ids with an explicit mask, one forward pass, hooks on the tapped blocks
       -> valid rows of each tap, rounded to bf16, packed [N, L, H]; final state; top-k of supervised tokens
+      -> for a lossy codec: codes and scales in their place, and how far these are from the states
       -> host copy on a side stream (CUDA), while the next batch runs
       -> per sample: arrays, or a reason
 
@@ -27,13 +28,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hscache.checks import RowStats, find_fault, reduce_rows
+from hscache.checks import RowErrors, RowStats, compare_rows, find_fault, kl_nats, reduce_rows, spread
 from hscache.console import say
 from hscache.plan import CorpusRow, supervised
+from hscache.store.layout import scales_name
+from hscache.store.lossy import Scheme, decode, encode
 from hscache.target.loading import LoadedTarget
 
 _HEAD_SLICE_ELEMENTS = 1 << 26  # 256 MiB of float32 logits at a time
 _STATE_ARRAYS = ("hidden_states", "final_state")
+_KL_ROWS = 32  # of a forward batch: the head costs as much as a layer or two, so not all
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Captured:
         stats: Row statistics of taps and final state; None when rejected.
         reason: Reason code, empty when the sample is good.
         detail: What was seen.
+        errors: What a lossy codec did to the states; None for the others.
     """
 
     row: CorpusRow
@@ -53,6 +58,7 @@ class Captured:
     stats: RowStats | None
     reason: str = ""
     detail: str = ""
+    errors: RowErrors | None = None
 
 
 class Pending:
@@ -88,6 +94,9 @@ class Pending:
             yield from (Captured(row, {}, None, *self._fault) for row in self._rows)
             return
         stats = RowStats.join(*(self._reductions(prefix) for prefix in ("taps", "final")))
+        errors = None
+        if "error.kl_nats" in self._tensors:
+            errors = RowErrors(*(self._tensors[f"error.{name}"].numpy() for name in RowErrors.__dataclass_fields__))
         start, loss_start = 0, 0
         for row in self._rows:
             assert row.input_ids is not None
@@ -95,24 +104,25 @@ class Pending:
             stop, loss_stop = start + len(row.input_ids), loss_start + supervised(row.loss_mask)
             arrays: dict[str, NDArray[Any]] = {"input_ids": row.input_ids, "loss_mask": row.loss_mask}
             for name, tensor in self._tensors.items():
-                if name in _STATE_ARRAYS:
-                    states = tensor[start:stop]
-                    bf16 = states.dtype == torch.bfloat16
-                    arrays[name] = states.view(torch.int16).numpy().view(np.uint16) if bf16 else states.numpy()
-                elif name.startswith("logit_"):
+                if name.startswith("logit_"):
                     arrays[name] = tensor[loss_start:loss_stop].numpy()
-            sample_stats = stats.rows(start, stop)
-            yield self._checked(row, arrays, sample_stats) if check else Captured(row, arrays, sample_stats)
+                elif name.startswith(_STATE_ARRAYS):
+                    arrays[name] = _stored(tensor[start:stop])
+            sample = Captured(
+                row, arrays, stats.rows(start, stop), errors=None if errors is None else errors.rows(start, stop)
+            )
+            yield self._checked(sample) if check else sample
             start, loss_start = stop, loss_stop
 
     def _reductions(self, prefix: str) -> list[torch.Tensor]:
         return [self._tensors[f"{prefix}.{name}"] for name in RowStats.__dataclass_fields__]
 
-    def _checked(self, row: CorpusRow, arrays: dict[str, NDArray[Any]], stats: RowStats) -> Captured:
-        reason, detail = find_fault(stats, self._taps)
-        if not reason and "logit_lse" in arrays and not np.isfinite(arrays["logit_lse"]).all():
+    def _checked(self, sample: Captured) -> Captured:
+        assert sample.stats is not None
+        reason, detail = find_fault(sample.stats, self._taps)
+        if not reason and "logit_lse" in sample.arrays and not np.isfinite(sample.arrays["logit_lse"]).all():
             reason, detail = "non-finite", "logits"
-        return Captured(row, {}, None, reason, detail) if reason else Captured(row, arrays, stats)
+        return Captured(sample.row, {}, None, reason, detail) if reason else sample
 
 
 class Capturer:
@@ -124,6 +134,7 @@ class Capturer:
         final_state: Keep the state after the final norm.
         topk: Log-probabilities per supervised token; 0 for none.
         dtype: Element type of captured states: bfloat16 for a store, float32 to compare states before rounding.
+        scheme: Lossy codec that encodes the states where they are, before they are copied; None for none.
     """
 
     def __init__(
@@ -134,9 +145,10 @@ class Capturer:
         final_state: bool,
         topk: int,
         dtype: torch.dtype = torch.bfloat16,
+        scheme: Scheme | None = None,
     ) -> None:
         self._target, self._taps, self._final_state, self._topk = target, taps, final_state, topk
-        self._dtype = dtype
+        self._dtype, self._scheme = dtype, scheme
         self._copy_stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
         self.oom_splits = 0
         """How often a batch was halved for lack of memory."""
@@ -203,6 +215,8 @@ class Capturer:
         for prefix, states in (("taps", states_NLH), ("final", final_NH[:, None].to(self._dtype))):
             reductions = zip(RowStats.__dataclass_fields__, reduce_rows(states), strict=True)
             results.update({f"{prefix}.{name}": tensor for name, tensor in reductions})
+        if self._scheme is not None:
+            results.update(self._encoded(results, rows, self._scheme))
         return self._to_host(rows, results)
 
     @contextmanager
@@ -240,12 +254,7 @@ class Capturer:
 
     def _top_logits(self, final_NH: torch.Tensor, rows: list[CorpusRow]) -> dict[str, torch.Tensor]:
         """Return the distribution that predicted each supervised token: row t-1 through the head."""
-        before, start = [], 0
-        for row in rows:
-            assert row.loss_mask is not None
-            before.append(start + np.flatnonzero(row.loss_mask[1:]))
-            start += len(row.loss_mask)
-        before_R = torch.from_numpy(np.concatenate(before)).to(final_NH.device)
+        before_R = torch.from_numpy(_before_supervised(rows)).to(final_NH.device)
         rows_per_slice = max(1, _HEAD_SLICE_ELEMENTS // self._target.shape.vocab_size)
         parts: list[tuple[torch.Tensor, ...]] = []
         for slice_R in before_R.split(rows_per_slice):
@@ -255,6 +264,31 @@ class Capturer:
             parts.append((ids_RK.to(torch.int32), (top_RK - lse_R[:, None]).to(torch.float16), lse_R))
         names = ("logit_ids", "logit_logprobs", "logit_lse")
         return {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
+
+    def _encoded(
+        self, results: dict[str, torch.Tensor], rows: list[CorpusRow], scheme: Scheme
+    ) -> dict[str, torch.Tensor]:
+        """Return codes and scales in place of the states, and what decoding them gives wrong (:class:`RowErrors`)."""
+        encoded: dict[str, torch.Tensor] = {}
+        errors = []
+        for name in (name for name in _STATE_ARRAYS if name in results):
+            states = results[name]
+            codes, scales = encode(states, scheme)
+            encoded |= {name: codes, scales_name(name): scales}
+            decoded = decode(codes, scales, scheme)
+            shape = (len(states), -1, scheme.hidden_size)
+            errors.append(compare_rows(states.view(shape), decoded.view(shape)))
+        encoded["error.rel_l2"], encoded["error.apart"] = (torch.cat(part, 1) for part in zip(*errors, strict=True))
+        kl_N = encoded["error.kl_nats"] = torch.full_like(encoded["error.apart"][:, 0], torch.nan)
+        if "final_state" in results:
+            picks_R = torch.from_numpy(spread(_before_supervised(rows), _KL_ROWS)).to(kl_N.device)
+            weights: Any = self._target.head.weight.dtype
+            true, other = (
+                self._target.relation.apply(self._target.head(final_NH[picks_R].to(weights)))
+                for final_NH in (results["final_state"], decoded)
+            )
+            kl_N[picks_R] = kl_nats(true, other)
+        return encoded
 
     def _to_host(self, rows: list[CorpusRow], results: dict[str, torch.Tensor]) -> Pending:
         if self._copy_stream is None:
@@ -269,6 +303,23 @@ class Capturer:
             event = torch.cuda.Event()
             event.record(self._copy_stream)
         return Pending(rows, self._taps, host, event=event)
+
+
+def _stored(states: torch.Tensor) -> NDArray[Any]:
+    """Return states, codes or scales as the store has them: numpy has no bfloat16, and torch few uses for uint16."""
+    if states.dtype in (torch.bfloat16, torch.int16):
+        return states.view(torch.int16).numpy().view(np.uint16)
+    return states.numpy()
+
+
+def _before_supervised(rows: list[CorpusRow]) -> NDArray[np.int64]:
+    """Return, of all tokens of a batch, those before a supervised one."""
+    before, start = [], 0
+    for row in rows:
+        assert row.loss_mask is not None
+        before.append(start + np.flatnonzero(row.loss_mask[1:]))
+        start += len(row.loss_mask)
+    return np.concatenate(before)
 
 
 def _ids(row: CorpusRow) -> NDArray[np.int32]:
