@@ -279,6 +279,14 @@ class Store:
             positions = np.flatnonzero(mask)
             before = self._read(i, "loss_mask", self._token_rows(i, 0, start), crc=crc)
             skipped = int(np.count_nonzero(before[1:]))
+        marked, recorded = skipped + len(positions), int(self.n_loss[i])
+        if marked > recorded or (stop - start == self.n_tokens[i] and marked < recorded):
+            where = f"{shard_name(int(self._columns['shard'][i]))}/loss_mask"
+            raise IntegrityError(
+                "store-damaged",
+                f"{where}: marks {marked} tokens of sample {self.sample_ids[i]!r}, {recorded} are recorded",
+                hint=f"hscache verify {self.path} --level full",
+            )
         return positions, slice(first + skipped, first + skipped + len(positions))
 
     @cached_property
