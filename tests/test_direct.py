@@ -108,7 +108,8 @@ def reads(draw: st.DrawFn) -> dict[str, Any]:
         "columns": draw(st.none() | st.lists(st.integers(0, taps - 1), max_size=5)),
         "crc": draw(st.booleans()),
         # small enough that every path is taken with small arrays
-        "group": draw(st.sampled_from([1, 100, 1 << 22])),
+        "batch": draw(st.sampled_from([1, 7, 100, 1 << 20])),
+        "gap": draw(st.sampled_from([3, 4, 4096])),
         "skip": draw(st.sampled_from([0, 1 << 14])),
         "most_parts": draw(st.sampled_from([1, 2, 5, 1024])),
     }
@@ -126,7 +127,8 @@ def test_any_range_of_any_taps_is_what_zarr_reads(
         expected = np.asarray(zarr.open_array(str(directory), mode="r")[span])
         expected = expected if columns is None else expected[:, columns]
         with (
-            patch.object(direct, "_GROUP_BYTES", case["group"]),
+            patch.object(direct, "_BATCH_BYTES", case["batch"]),
+            patch.object(direct, "_MAX_GAP_BYTES", case["gap"]),
             patch.object(direct, "_SKIP_BYTES", case["skip"]),
             patch.object(direct, "_IOV_MAX", case["most_parts"]),
         ):
@@ -185,7 +187,7 @@ def test_chunks_in_any_order_in_the_file_are_found_by_the_index() -> None:
     states = random_states(20, spec)
     with written(spec, states, "raw") as directory:
         path = directory / "c.0.0.0"
-        size = 4 * spec.row_bytes + 4
+        size = 128  # 96 bytes of rows, a checksum, padding
         data, order = path.read_bytes(), [3, 0, 1, 4, 2]
         path.write_bytes(b"".join(data[size * i : size * (i + 1)] for i in order) + data[5 * size :])
         rewrite_index(

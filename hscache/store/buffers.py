@@ -7,6 +7,7 @@ a set of views of them. On a machine with CUDA they are page-locked, which copie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hscache.store.layout import ArraySpec
+
+_PAGE_BYTES = 4096
 
 
 class Buffers:
@@ -60,11 +63,24 @@ class Buffers:
             raise ValueError(f"{n_tokens} tokens of {n_taps} taps do not fit into buffers for {room}")
 
 
+def page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return uninitialised memory that begins a page.
+
+    The kernel copies out of its cache at a quarter to an eighth of the usual speed where the destination lies a few
+    bytes further into its page than the source into its own, which numpy's memory, 16 bytes into a page, does for the
+    first chunks of every file.
+    """
+    n_bytes = math.prod(shape) * dtype.itemsize
+    room = np.empty(n_bytes + _PAGE_BYTES, np.uint8)
+    skip = -room.ctypes.data % _PAGE_BYTES
+    return room[skip : skip + n_bytes].view(dtype).reshape(shape)
+
+
 def _room(shape: tuple[int, ...], dtype: np.dtype[Any], *, pinned: bool) -> NDArray[Any]:
     if not pinned:
-        return np.empty(shape, dtype)
+        return page_aligned(shape, dtype)
     import torch
 
-    n_bytes = int(np.prod(shape)) * dtype.itemsize
+    n_bytes = math.prod(shape) * dtype.itemsize
     room: NDArray[Any] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True).numpy()
     return room.view(dtype).reshape(shape)

@@ -1,16 +1,16 @@
 """Read token ranges of one array straight from its shard object, without zarr-python.
 
 Where chunks split only the row axis, the rows of a Zarr shard object lie in order, so that any range of rows is one
-``preadv`` into the caller's memory; the checksum behind each chunk goes into four bytes aside::
+``preadv`` into the caller's memory; checksum and padding behind each chunk go aside::
 
-    | chunk 0 rows ... |crc| chunk 1 rows ... |crc| ... | index: (offset, length) per chunk |crc|
-              ^-------------- one preadv -------^
+    | chunk 0 rows ... |crc|0| chunk 1 rows ... |crc|0| ... | index: (offset, length) per chunk |crc|
+              ^--------------- one preadv --------^
 
 Memory: a file costs its index, 16 bytes per chunk; a read costs at most a chunk of scratch, and none where whole chunks
 or no checksums are asked for. Nothing is mapped: a mapped file counts as the process's memory, and one that
 is truncated under a reader kills it.
 
-Checksums are compared chunk by chunk right behind the copy, while the bytes are still in the cache: half the cost of a
+Checksums are computed piece by piece right behind the copy, while the bytes are still in the cache: half the cost of a
 second pass. A chunk of which only a part is asked for is read whole for that.
 """
 
@@ -20,7 +20,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,15 +32,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hscache.errors import IntegrityError
-from hscache.store.layout import ArraySpec, data_file_name
+from hscache.store.buffers import page_aligned
+from hscache.store.layout import CRC_BYTES, ArraySpec, data_file_name
 
-_CRC_BYTES = 4
 _ENTRY_BYTES = 16
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _MISSING = 2**64 - 1
+_BYTE = np.dtype(np.uint8)
+_NOTHING = np.empty(0, np.uint8)
 _BLOSC_NBYTES = slice(4, 8)  # of a blosc 1 header: the size of what is packed
-# Checksummed reads go in groups of chunks of this size: few enough bytes to be in the cache still, enough for a call.
-_GROUP_BYTES = 4 << 20
+# Checksummed reads go in batches of this size: few enough bytes to be in the cache still, enough for a call.
+_BATCH_BYTES = 1 << 20
+# Chunks no further apart than this are read in one call, what lies between going aside.
+_MAX_GAP_BYTES = 4096
 # A call per row costs as much as copying this many bytes; leaving out fewer is no gain.
 _SKIP_BYTES = 16 << 10
 
@@ -102,6 +106,16 @@ def read_layout(directory: Path, spec: ArraySpec) -> Layout | None:
     return Layout(rows, chunk_rows, outer_rows // chunk_rows, "blosc" in names)
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes at ``at`` of the file: a part of a chunk, or the checksum behind it."""
+
+    chunk: int
+    memory: NDArray[np.uint8]
+    at: int
+    is_crc: bool
+
+
 class ArrayFile:
     """The data file of one array, opened for reading rows; any number of threads may read at once.
 
@@ -136,9 +150,10 @@ class ArrayFile:
             raise self._damaged(f"{data_file_name(spec)} is missing") from error
         self._offsets, self._lengths = self._read_index()
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # bound above, since at the interpreter's end there is no os any more
         if self._fd >= 0:
-            os.close(self._fd)
+            close(self._fd)
             self._fd = -1
 
     def read(
@@ -185,9 +200,9 @@ class ArrayFile:
         """Return offset and length, checksum included, of every chunk that holds rows."""
         used = -(-self.layout.rows // self.layout.chunk_rows)
         size, index_bytes = os.fstat(self._fd).st_size, self.layout.n_entries * _ENTRY_BYTES
-        if size < index_bytes + _CRC_BYTES:
-            raise self._damaged(f"{size} bytes, its index alone has {index_bytes + _CRC_BYTES}")
-        buffer = bytearray(index_bytes + _CRC_BYTES)
+        if size < index_bytes + CRC_BYTES:
+            raise self._damaged(f"{size} bytes, its index alone has {index_bytes + CRC_BYTES}")
+        buffer = bytearray(index_bytes + CRC_BYTES)
         self._preadv([memoryview(buffer)], size - len(buffer))
         table, crc = bytes(buffer[:index_bytes]), buffer[index_bytes:]
         if google_crc32c.value(table) != int.from_bytes(crc, "little"):
@@ -197,22 +212,22 @@ class ArrayFile:
             chunk = int(np.flatnonzero((entries == _MISSING).any(axis=1))[0])
             raise self._damaged(f"chunk {chunk} is missing")
         offsets, lengths = entries[:, 0].tolist(), entries[:, 1].tolist()
-        end, exact = size - len(buffer), self.chunk_bytes + _CRC_BYTES
+        end, exact = size - len(buffer), self.chunk_bytes + CRC_BYTES
         for chunk, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            if offset + length > end or length <= _CRC_BYTES or (not self.layout.blosc and length != exact):
+            if offset + length > end or length <= CRC_BYTES or (not self.layout.blosc and length != exact):
                 raise self._damaged(f"chunk {chunk} cannot be {length} bytes at {offset} of {size}")
         return offsets, lengths
 
     def _read_plain(self, start: int, stop: int, out: NDArray[Any]) -> None:
         row_bytes, chunk_rows = self._spec.row_bytes, self.layout.chunk_rows
-        flat, trailer = out.data.cast("B"), memoryview(bytearray(_CRC_BYTES))
+        flat, between = out.data.cast("B"), memoryview(bytearray(_MAX_GAP_BYTES))
         parts: list[memoryview] = []
         begin = end = done = 0
         for chunk in range(start // chunk_rows, -(-stop // chunk_rows)):
             first, last = max(start - chunk * chunk_rows, 0), min(stop - chunk * chunk_rows, chunk_rows)
             at = self._offsets[chunk] + first * row_bytes
-            if parts and at == end + _CRC_BYTES:
-                parts.append(trailer)
+            if parts and 0 < at - end <= _MAX_GAP_BYTES:
+                parts.append(between[: at - end])
             else:
                 self._preadv(parts, begin)
                 parts, begin = [], at
@@ -222,35 +237,48 @@ class ArrayFile:
         self._preadv(parts, begin)
 
     def _read_checked(self, start: int, stop: int, out: NDArray[Any]) -> None:
-        row_bytes, chunk_rows = self._spec.row_bytes, self.layout.chunk_rows
-        flat, done = _bytes_of(out), 0
-        group: list[tuple[int, list[NDArray[np.uint8]]]] = []
-        per_group = max(1, _GROUP_BYTES // self.chunk_bytes)
-        for chunk in range(start // chunk_rows, -(-stop // chunk_rows)):
+        batch: list[_Piece] = []
+        begin = size = crc = 0
+        for piece in self._pieces(start, stop, _bytes_of(out)):
+            if batch and (piece.at != begin + size or size >= _BATCH_BYTES):
+                crc = self._read_batch(batch, begin, crc)
+                batch, size = [], 0
+            begin = begin if batch else piece.at
+            batch.append(piece)
+            size += piece.memory.size
+        self._read_batch(batch, begin, crc)
+
+    def _pieces(self, start: int, stop: int, flat: NDArray[np.uint8]) -> Iterator[_Piece]:
+        """Cut the chunks that hold rows, whole, into pieces in the order of the file."""
+        row_bytes, chunk_rows, done = self._spec.row_bytes, self.layout.chunk_rows, 0
+        chunks = range(start // chunk_rows, -(-stop // chunk_rows))
+        for chunk in chunks:
             first, last = max(start - chunk * chunk_rows, 0), min(stop - chunk * chunk_rows, chunk_rows)
             before, n_bytes = first * row_bytes, (last - first) * row_bytes
-            # what is not asked for goes into scratch, for the sake of the checksum
-            aside = np.empty(self.chunk_bytes - n_bytes, np.uint8)
-            pieces = [aside[:before], flat[done : done + n_bytes], aside[before:]]
+            # what is not asked for goes aside, for the sake of the checksum
+            aside = page_aligned((self.chunk_bytes - n_bytes,), _BYTE) if n_bytes < self.chunk_bytes else _NOTHING
+            at = self._offsets[chunk]
+            for memory in (aside[:before], flat[done : done + n_bytes], aside[before:]):
+                for cut in range(0, memory.size, _BATCH_BYTES):
+                    part = memory[cut : cut + _BATCH_BYTES]
+                    yield _Piece(chunk, part, at, is_crc=False)
+                    at += part.size
+            gap = self._offsets[chunk + 1] - at if chunk + 1 in chunks else CRC_BYTES
+            # with the padding behind it, if it is no more than that
+            trailer = np.empty(gap if CRC_BYTES <= gap <= _MAX_GAP_BYTES else CRC_BYTES, np.uint8)
+            yield _Piece(chunk, trailer, at, is_crc=True)
             done += n_bytes
-            if group and (len(group) == per_group or self._offsets[chunk] != self._end_of(group[-1][0])):
-                self._read_group(group)
-                group = []
-            group.append((chunk, [piece for piece in pieces if piece.size]))
-        self._read_group(group)
 
-    def _read_group(self, group: list[tuple[int, list[NDArray[np.uint8]]]]) -> None:
-        """Read adjacent whole chunks, each into its pieces, and compare their checksums."""
-        trailers = np.empty((len(group), _CRC_BYTES), np.uint8)
-        parts = [
-            piece.data for (_, pieces), trailer in zip(group, trailers, strict=True) for piece in (*pieces, trailer)
-        ]
-        self._preadv(parts, self._offsets[group[0][0]])
-        for (chunk, pieces), trailer in zip(group, trailers, strict=True):
-            crc = 0
-            for piece in pieces:
-                crc = google_crc32c.extend(crc, piece)
-            self._compare(chunk, crc, trailer.tobytes())
+    def _read_batch(self, batch: list[_Piece], begin: int, crc: int) -> int:
+        """Read adjacent pieces; return the checksum so far of the chunk that they end in."""
+        self._preadv([piece.memory.data for piece in batch], begin)
+        for piece in batch:
+            if piece.is_crc:
+                self._compare(piece.chunk, crc, piece.memory[:CRC_BYTES].tobytes())
+                crc = 0
+            else:
+                crc = google_crc32c.extend(crc, piece.memory)
+        return crc
 
     def _read_columns(self, start: int, stop: int, out: NDArray[Any], columns: Sequence[int], *, crc: bool) -> None:
         cell = math.prod(self._spec.inner[1:]) * self._spec.dtype.itemsize
@@ -281,7 +309,7 @@ class ArrayFile:
     def _select(self, start: int, stop: int, out: NDArray[Any], columns: Sequence[int], *, crc: bool) -> None:
         """Read all columns of a chunk into scratch and copy those asked for: the scratch stays in the cache."""
         chunk_rows = self.layout.chunk_rows
-        scratch = np.empty((chunk_rows, *self._spec.inner), self._spec.dtype)
+        scratch = page_aligned((chunk_rows, *self._spec.inner), self._spec.dtype)
         for chunk in range(start // chunk_rows, -(-stop // chunk_rows)):
             first, last = max(start, chunk * chunk_rows), min(stop, (chunk + 1) * chunk_rows)
             rows = scratch[: last - first]
@@ -319,9 +347,9 @@ class ArrayFile:
         """Decode one chunk into ``target``, which is as large as a chunk."""
         import numcodecs.blosc
 
-        packed = np.empty(self._lengths[chunk], np.uint8)
+        packed = page_aligned((self._lengths[chunk],), _BYTE)
         self._preadv([packed.data], self._offsets[chunk])
-        data, crc = packed[:-_CRC_BYTES], packed[-_CRC_BYTES:].tobytes()
+        data, crc = packed[:-CRC_BYTES], packed[-CRC_BYTES:].tobytes()
         # in any case, and first: a decoder is not the place to meet damaged bytes
         self._compare(chunk, google_crc32c.value(data), crc)
         unpacked_bytes = int.from_bytes(data[_BLOSC_NBYTES].tobytes(), "little")
@@ -331,9 +359,6 @@ class ArrayFile:
             numcodecs.blosc.decompress(data, _bytes_of(target))
         except (RuntimeError, ValueError) as error:
             raise self._damaged(f"chunk {chunk} cannot be unpacked: {error}") from error
-
-    def _end_of(self, chunk: int) -> int:
-        return self._offsets[chunk] + self._lengths[chunk]
 
     def _compare(self, chunk: int, found: int, recorded: bytes) -> None:
         if found != int.from_bytes(recorded, "little"):

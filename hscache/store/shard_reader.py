@@ -20,6 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hscache.errors import IntegrityError
+from hscache.store.buffers import page_aligned
 from hscache.store.direct import ArrayFile, damaged, read_layout
 from hscache.store.index import read_shard
 from hscache.store.layout import ArraySpec, StorePaths
@@ -75,7 +76,7 @@ class ShardReader:
             raise damaged(self._paths.shard(shard) / name, f"rows {rows.start}:{rows.stop} of {file.rows}")
         if room is None:
             inner = spec.inner if columns is None else (len(columns), *spec.inner[1:])
-            out = np.empty((n, *inner), spec.dtype)
+            out = page_aligned((n, *inner), spec.dtype)
         else:
             out = room[:n]
         file.read(rows.start, rows.stop, out, columns=columns, crc=crc, pool=self._pool())
