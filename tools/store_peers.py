@@ -165,11 +165,10 @@ class TensorStore:
         return [future.result() for future in [array[rows].read() for array in self._arrays]]
 
 
-def write_zarr(folder: Path, samples: Sequence[Arrays], chunk_tokens: int) -> None:
+def write_zarr(folder: Path, joined: Arrays, chunk_tokens: int) -> None:
     """Write the same shard with zarr-python, one call per array, checksummed, and sync its files."""
     group = zarr.open_group(str(folder), mode="w")
-    for name in samples[0]:
-        rows = np.concatenate([arrays[name] for arrays in samples])
+    for name, rows in joined.items():
         chunk = chunk_tokens if rows.dtype == np.uint16 else 4096
         outer = -(-len(rows) // chunk) * chunk
         array = group.create_array(

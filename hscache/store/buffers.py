@@ -40,7 +40,7 @@ class Buffers:
         self._arrays: dict[str, NDArray[Any]] = {}
         for spec in specs:
             inner = spec.inner
-            if spec.name == "hidden_states":
+            if spec.by_tap:
                 self._n_taps = inner[0] if n_taps is None else n_taps
                 inner = (self._n_taps, *inner[1:])
             # the supervised tokens of a range are at most its tokens

@@ -79,6 +79,11 @@ class ArraySpec:
         return math.prod(self.inner) * self.dtype.itemsize
 
     @property
+    def by_tap(self) -> bool:
+        """Whether the axis behind the rows is that of the taps."""
+        return self.name.startswith("hidden_states")
+
+    @property
     def fill_scalar(self) -> Any:
         """The fill value as a scalar of the stored element type."""
         return self.dtype.type(float("nan") if self.fill == "NaN" else self.fill)

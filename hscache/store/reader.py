@@ -209,7 +209,7 @@ class Store:
             self.check_digest(i)
         rows = self._token_rows(i, start, stop)
         arrays = {
-            spec.name: self._read(i, spec.name, rows, out, picks if spec.name == "hidden_states" else None, crc=crc)
+            spec.name: self._read(i, spec.name, rows, out, picks if spec.by_tap else None, crc=crc)
             for spec in self.specs.values()
             if spec.axis == "tokens"
         }
