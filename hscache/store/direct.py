@@ -6,9 +6,8 @@ Where chunks split only the row axis, the rows of a Zarr shard object lie in ord
     | chunk 0 rows ... |crc|0| chunk 1 rows ... |crc|0| ... | index: (offset, length) per chunk |crc|
               ^--------------- one preadv --------^
 
-Memory: a file costs its index, 16 bytes per chunk; a read costs at most a chunk of scratch, and none where whole chunks
-or no checksums are asked for. Nothing is mapped: a mapped file counts as the process's memory, and one that
-is truncated under a reader kills it.
+Memory: a file costs its index, 16 bytes per chunk; a reading thread keeps a few chunks of scratch. Nothing is mapped: a
+mapped file counts as the process's memory, and one that is truncated under a reader kills it.
 
 Checksums are computed piece by piece right behind the copy, while the bytes are still in the cache: half the cost of a
 second pass. A chunk of which only a part is asked for is read whole for that.
@@ -20,6 +19,7 @@ import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _ENTRY_BYTES = 16
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _MISSING = 2**64 - 1
 _BYTE = np.dtype(np.uint8)
-_NOTHING = np.empty(0, np.uint8)
+_THREAD = threading.local()
 _BLOSC_NBYTES = slice(4, 8)  # of a blosc 1 header: the size of what is packed
 # Checksummed reads go in batches of this size: few enough bytes to be in the cache still, enough for a call.
 _BATCH_BYTES = 1 << 20
@@ -256,7 +256,7 @@ class ArrayFile:
             first, last = max(start - chunk * chunk_rows, 0), min(stop - chunk * chunk_rows, chunk_rows)
             before, n_bytes = first * row_bytes, (last - first) * row_bytes
             # what is not asked for goes aside, for the sake of the checksum
-            aside = page_aligned((self.chunk_bytes - n_bytes,), _BYTE) if n_bytes < self.chunk_bytes else _NOTHING
+            aside = _scratch("head" if chunk == chunks[0] else "tail", self.chunk_bytes - n_bytes)
             at = self._offsets[chunk]
             for memory in (aside[:before], flat[done : done + n_bytes], aside[before:]):
                 for cut in range(0, memory.size, _BATCH_BYTES):
@@ -309,7 +309,7 @@ class ArrayFile:
     def _select(self, start: int, stop: int, out: NDArray[Any], columns: Sequence[int], *, crc: bool) -> None:
         """Read all columns of a chunk into scratch and copy those asked for: the scratch stays in the cache."""
         chunk_rows = self.layout.chunk_rows
-        scratch = page_aligned((chunk_rows, *self._spec.inner), self._spec.dtype)
+        scratch = self._scratch_chunk()
         for chunk in range(start // chunk_rows, -(-stop // chunk_rows)):
             first, last = max(start, chunk * chunk_rows), min(stop, (chunk + 1) * chunk_rows)
             rows = scratch[: last - first]
@@ -327,7 +327,7 @@ class ArrayFile:
             if last - first == chunk_rows and columns is None:
                 self._unpack(chunk, target)
                 return
-            whole = np.empty((chunk_rows, *self._spec.inner), self._spec.dtype)
+            whole = self._scratch_chunk()
             self._unpack(chunk, whole)
             _take(whole[first - chunk * chunk_rows : last - chunk * chunk_rows], columns, target)
 
@@ -347,7 +347,7 @@ class ArrayFile:
         """Decode one chunk into ``target``, which is as large as a chunk."""
         import numcodecs.blosc
 
-        packed = page_aligned((self._lengths[chunk],), _BYTE)
+        packed = _scratch("packed", self._lengths[chunk])
         self._preadv([packed.data], self._offsets[chunk])
         data, crc = packed[:-CRC_BYTES], packed[-CRC_BYTES:].tobytes()
         # in any case, and first: a decoder is not the place to meet damaged bytes
@@ -359,6 +359,10 @@ class ArrayFile:
             numcodecs.blosc.decompress(data, _bytes_of(target))
         except (RuntimeError, ValueError) as error:
             raise self._damaged(f"chunk {chunk} cannot be unpacked: {error}") from error
+
+    def _scratch_chunk(self) -> NDArray[Any]:
+        shape = (self.layout.chunk_rows, *self._spec.inner)
+        return _scratch("chunk", self.chunk_bytes).view(self._spec.dtype).reshape(shape)
 
     def _compare(self, chunk: int, found: int, recorded: bytes) -> None:
         if found != int.from_bytes(recorded, "little"):
@@ -395,6 +399,15 @@ def damaged(directory: Path, what: str) -> IntegrityError:
         f"{directory.parent.name}/{directory.name}: {what}",
         hint=f"hscache verify {store} --level full",
     )
+
+
+def _scratch(use: str, n_bytes: int) -> NDArray[np.uint8]:
+    """Return memory of this thread's own, the same again for the same use: fresh pages cost more than reading."""
+    room: NDArray[np.uint8] | None = getattr(_THREAD, use, None)
+    if room is None or room.size < n_bytes:
+        room = page_aligned((n_bytes,), _BYTE)
+        setattr(_THREAD, use, room)
+    return room[:n_bytes]
 
 
 def _bytes_of(rows: NDArray[Any]) -> NDArray[np.uint8]:

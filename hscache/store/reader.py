@@ -91,7 +91,7 @@ class Store:
 
     Args:
         path: Store directory.
-        decode_threads: Threads that unpack the chunks of one read; None for the cores of this process, at most 4.
+        decode_threads: Threads that unpack the chunks of one read; None for as many as there are cores, at most 4.
 
     Raises:
         InputError: ``not-a-store``.
@@ -338,7 +338,9 @@ def as_torch(rows: NDArray[Any], name: str) -> torch.Tensor:
     """Return stored rows as a tensor that shares their memory; state arrays become bfloat16."""
     import torch
 
-    tensor = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
+    if not (rows.flags.c_contiguous and rows.flags.writeable):
+        rows = np.require(rows, requirements=["C", "W"])
+    tensor = torch.from_numpy(rows)
     return tensor.view(torch.bfloat16) if name in ("hidden_states", "final_state") else tensor
 
 

@@ -35,7 +35,7 @@ class ShardReader:
     Args:
         root: Store directory.
         specs: Arrays of the store.
-        decode_threads: Threads that unpack the chunks of one read; None for the cores of this process, at most 4.
+        decode_threads: Threads that unpack the chunks of one read; None for as many as there are cores, at most 4.
         max_open: Arrays, and so descriptors, that stay open.
     """
 
@@ -44,7 +44,7 @@ class ShardReader:
     ) -> None:
         self._paths = StorePaths(root)
         self._specs = {spec.name: spec for spec in specs}
-        self._threads = decode_threads or min(len(os.sched_getaffinity(0)), _MAX_DECODE_THREADS)
+        self._threads = decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
         self._max_open = max_open
         self._reset()
 

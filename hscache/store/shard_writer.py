@@ -37,6 +37,8 @@ from hscache.store.layout import (
     padding_bytes,
 )
 
+_WRITEBACK_BYTES = 16 << 20
+
 
 @dataclass(frozen=True)
 class SampleRow:
@@ -77,6 +79,7 @@ class _ArrayWriter:
         self._offset = 0
         self._digest = xxhash.xxh3_128()
         self._fd = -1
+        self._begun = 0  # bytes whose way to the disk has begun
 
     def append(self, rows: NDArray[Any]) -> None:
         spec = self.spec
@@ -142,6 +145,10 @@ class _ArrayWriter:
                 written -= parts.pop(0).nbytes
             if written:
                 parts[0] = parts[0][written:]
+        if self._offset - self._begun >= _WRITEBACK_BYTES:
+            # lets the disk begin, beside the checksums to come; all of it is dirty, so that none leaves the cache
+            os.posix_fadvise(self._fd, self._begun, self._offset - self._begun, os.POSIX_FADV_DONTNEED)
+            self._begun = self._offset
 
 
 class ShardWriter:
