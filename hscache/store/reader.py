@@ -7,9 +7,17 @@
     sample.hidden_states.shape                        # [tokens, taps, hidden]
     store.sample(0, start=0, stop=64, taps=[8, 20])   # a token range of two taps
 
-Reading goes through zarr-python. What it would pass over in silence is checked here: a shard's record against its
-digest and its files against their recorded sizes when the shard is first touched, and, with ``verify=True``, each
-sample's bytes against its digest.
+    memory = store.buffers()                          # once; a fresh 50 MB per sample costs more than the reading
+    sample = store.sample(0, out=memory)              # views of that memory, until the next one is read into it
+
+Rows come straight from the shard files (:mod:`hscache.store.direct`), packed chunks decoded by a few threads of this
+process; zarr-python reads the arrays of any other layout. What Zarr readers pass over in silence is an error here: a
+shard's record is compared with its digest and its files with their recorded sizes when the shard is first touched,
+every chunk touched with its checksum unless ``crc=False``, and, with ``verify=True``, the sample's bytes with the
+digest taken at capture.
+
+A store may be read by any number of threads and be sent to other processes. Its memory does not grow with the shards:
+a bounded number of files is open at a time.
 """
 
 from __future__ import annotations
@@ -23,13 +31,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow.compute as pc
 import xxhash
-import zarr
 from numpy.typing import NDArray
 
 from hscache.errors import InputError, IntegrityError
-from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
-from hscache.store.layout import ArraySpec, StorePaths, array_specs, scales_name, shard_name
+from hscache.store.buffers import Buffers
+from hscache.store.index import committed_shards, load_index, read_manifest
+from hscache.store.layout import ArraySpec, array_specs, scales_name, shard_name
 from hscache.store.lossy import decode_bits
+from hscache.store.shard_reader import ShardReader
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +92,7 @@ class Store:
 
     Args:
         path: Store directory.
+        decode_threads: Threads that unpack chunks and compute checksums; None for the machine's cores, at most 4.
 
     Raises:
         InputError: ``not-a-store``.
@@ -90,9 +100,8 @@ class Store:
         IntegrityError: ``store-damaged``.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, decode_threads: int | None = None) -> None:
         self.path = Path(path)
-        self._paths = StorePaths(self.path)
         self.manifest = read_manifest(self.path)
         index = load_index(self.path)
         rows = index.filter(pc.equal(index["status"], "ok"))
@@ -102,7 +111,7 @@ class Store:
         self._columns = {
             name: rows[name].to_numpy() for name in ("shard", "start", "n_tokens", "loss_start", "n_loss", "corpus_row")
         }
-        self._groups: dict[int, zarr.Group] = {}
+        self._shards = ShardReader(self.path, self.specs.values(), decode_threads=decode_threads)
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -112,9 +121,6 @@ class Store:
 
     def __iter__(self) -> Iterator[Sample]:
         return (self.sample(i) for i in range(len(self)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_groups": {}}
 
     @cached_property
     def taps(self) -> list[int]:
@@ -154,6 +160,17 @@ class Store:
                 "sample-unknown", f"{self.path}: no sample {sample_id!r} (rejected, not built yet, or never there)"
             ) from None
 
+    def buffers(self, n_tokens: int | None = None, *, taps: int | None = None, pinned: bool = False) -> Buffers:
+        """Return memory to read samples into.
+
+        Args:
+            n_tokens: Longest range; None for the longest sample.
+            taps: Taps that will be asked for; None for all.
+            pinned: Page-lock the memory; needs CUDA.
+        """
+        longest = int(self.n_tokens.max(initial=0)) if n_tokens is None else n_tokens
+        return Buffers(self.specs.values(), longest, n_taps=taps, pinned=pinned)
+
     def sample(
         self,
         i: int,
@@ -163,6 +180,8 @@ class Store:
         taps: Sequence[int] | None = None,
         kind: Kind = "torch",
         verify: bool = False,
+        crc: bool = True,
+        out: Buffers | None = None,
     ) -> Sample:
         """Read one sample.
 
@@ -173,34 +192,40 @@ class Store:
             taps: Decoder blocks to return, in this order; None for all.
             kind: ``torch`` (states bfloat16), ``numpy`` (states float32), or ``bits`` (states as bf16 bits, uint16).
             verify: Check the sample's bytes against its digest; reads the whole sample.
+            crc: Compare all chunks touched with their checksums; costs about a third of the reading.
+            out: Memory to read into, from :meth:`buffers`; the returned arrays are views of it (but for the float32
+                states of kind ``numpy``). None for fresh memory, which costs more time than the reading.
 
         Raises:
             InputError: ``sample-unknown``, ``sample-range``, ``array-absent`` (a tap that is not stored).
             IntegrityError: ``store-damaged``, ``sample-digest``.
+            ValueError: ``out`` is too small, or made for another number of taps.
         """
-        if not -len(self) <= i < len(self):
-            raise InputError("sample-unknown", f"{self.path}: sample {i}; the store has {len(self)}")
-        i %= len(self)
-        n = int(self._columns["n_tokens"][i])
-        stop = n if stop is None else stop
-        if not 0 <= start < stop <= n:
-            raise InputError("sample-range", f"tokens {start}:{stop} of sample {i}, which has {n}")
+        i, stop = self._resolve(i, start, stop)
         picks = [self._tap_index(tap) for tap in taps] if taps is not None else None
-        if verify:
+        if out is not None:
+            out.check(stop - start, len(self.taps if picks is None else picks))
+        whole = picks is None and stop - start == self.n_tokens[i]
+        if verify and not whole:
             self.check_digest(i)
-        first = int(self._columns["start"][i])
-        rows = slice(first + start, first + stop)
-        return Sample(
-            sample_id=self.sample_ids[i],
-            tag=self.tags[i],
-            input_ids=_give(self._read(i, "input_ids", rows), "input_ids", kind),
-            loss_mask=_give(self._read(i, "loss_mask", rows), "loss_mask", kind),
-            hidden_states=_give(self._states(i, "hidden_states", rows, picks), "hidden_states", kind),
-            final_state=_give(self._states(i, "final_state", rows, None), "final_state", kind)
-            if "final_state" in self.specs
-            else None,
-            logits=self._logits(i, start, stop, kind) if "logit_ids" in self.specs else None,
-        )
+        rows = self._token_rows(i, start, stop)
+        arrays = {
+            spec.name: self._read(i, spec.name, rows, out, picks if spec.by_tap else None, crc=crc)
+            for spec in self.specs.values()
+            if spec.axis == "tokens"
+        }
+        positions = None
+        if "logit_ids" in self.specs:
+            positions, rows = self._supervised(i, start, stop, arrays["loss_mask"], crc=crc)
+            arrays |= {
+                spec.name: self._read(i, spec.name, rows, out, crc=crc)
+                for spec in self.specs.values()
+                if spec.axis == "loss"
+            }
+        if verify and whole:
+            self._compare_digest(i, arrays)
+        arrays |= decoded(arrays, self.specs.values())
+        return _give_sample(self.sample_ids[i], self.tags[i], arrays, positions, kind)
 
     def check_digest(self, i: int) -> None:
         """Compare all bytes of a sample with the digest taken when it was captured.
@@ -216,13 +241,23 @@ class Store:
         Raises:
             IntegrityError: ``sample-digest``, or ``store-damaged``.
         """
-        digest, arrays = xxhash.xxh3_128(), {}
-        for spec in self.specs.values():
-            key, count = ("start", "n_tokens") if spec.axis == "tokens" else ("loss_start", "n_loss")
-            first = int(self._columns[key][i])
-            rows = self._read(i, spec.name, slice(first, first + int(self._columns[count][i])))
-            arrays[spec.name] = np.ascontiguousarray(rows)
-            digest.update(arrays[spec.name].data.cast("B"))
+        loss = int(self._columns["loss_start"][i])
+        rows = {
+            "tokens": self._token_rows(i, 0, int(self.n_tokens[i])),
+            "loss": slice(loss, loss + int(self.n_loss[i])),
+        }
+        arrays = {name: self._read(i, name, rows[spec.axis]) for name, spec in self.specs.items()}
+        self._compare_digest(i, arrays)
+        return arrays
+
+    def close(self) -> None:
+        """Let go of files and threads; the next read opens them again."""
+        self._shards.close()
+
+    def _compare_digest(self, i: int, arrays: dict[str, NDArray[Any]]) -> None:
+        digest = xxhash.xxh3_128()
+        for name in self.specs:
+            digest.update(arrays[name].data.cast("B") if arrays[name].size else b"")
         if digest.hexdigest() != self.digests[i]:
             shard = shard_name(int(self._columns["shard"][i]))
             raise IntegrityError(
@@ -230,20 +265,41 @@ class Store:
                 f"{shard}: sample {self.sample_ids[i]!r} differs from its digest",
                 hint=f"hscache verify {self.path} --level full",
             )
-        return arrays
 
-    def _logits(self, i: int, start: int, stop: int, kind: Kind) -> TopLogits:
+    def _resolve(self, i: int, start: int, stop: int | None) -> tuple[int, int]:
+        if not -len(self) <= i < len(self):
+            raise InputError("sample-unknown", f"{self.path}: sample {i}; the store has {len(self)}")
+        i %= len(self)
+        n = int(self.n_tokens[i])
+        stop = n if stop is None else stop
+        if not 0 <= start < stop <= n:
+            raise InputError("sample-range", f"tokens {start}:{stop} of sample {i}, which has {n}")
+        return i, stop
+
+    def _token_rows(self, i: int, start: int, stop: int) -> slice:
         first = int(self._columns["start"][i])
-        mask = self._read(i, "loss_mask", slice(first, first + stop)).copy()
-        mask[0] = 0  # nothing precedes token 0
-        positions = np.flatnonzero(mask)
-        skipped = int(np.searchsorted(positions, start))
-        row = int(self._columns["loss_start"][i])
-        rows = slice(row + skipped, row + len(positions))
-        ids, logprobs, lse = (
-            _give(self._read(i, name, rows), name, kind) for name in ("logit_ids", "logit_logprobs", "logit_lse")
-        )
-        return TopLogits(_give(positions[skipped:] - start, "positions", kind), ids, logprobs, lse)
+        return slice(first + start, first + stop)
+
+    def _supervised(
+        self, i: int, start: int, stop: int, mask: NDArray[np.uint8], *, crc: bool
+    ) -> tuple[NDArray[np.int64], slice]:
+        """Return the supervised tokens of a range, counted from its start, and their rows in the logit arrays."""
+        skipped, first = 0, int(self._columns["loss_start"][i])
+        if start == 0:
+            positions = 1 + np.flatnonzero(mask[1:])  # nothing precedes token 0
+        else:
+            positions = np.flatnonzero(mask)
+            before = self._read(i, "loss_mask", self._token_rows(i, 0, start), crc=crc)
+            skipped = int(np.count_nonzero(before[1:]))
+        marked, recorded = skipped + len(positions), int(self.n_loss[i])
+        if marked > recorded or (stop - start == self.n_tokens[i] and marked < recorded):
+            where = f"{shard_name(int(self._columns['shard'][i]))}/loss_mask"
+            raise IntegrityError(
+                "store-damaged",
+                f"{where}: marks {marked} tokens of sample {self.sample_ids[i]!r}, {recorded} are recorded",
+                hint=f"hscache verify {self.path} --level full",
+            )
+        return positions, slice(first + skipped, first + skipped + len(positions))
 
     @cached_property
     def _by_id(self) -> dict[str, int]:
@@ -254,35 +310,23 @@ class Store:
             raise InputError("array-absent", f"{self.path}: no tap {tap}; stored are {self.taps}")
         return self.taps.index(tap)
 
-    def _states(self, i: int, name: str, rows: slice, picks: list[int] | None) -> NDArray[np.uint16]:
-        """Return rows of a state array as bf16 bits, decoded where the codec is lossy."""
-        scheme = self.specs[name].scheme
-        parts = [self._read(i, part, rows) for part in (name, *([scales_name(name)] if scheme else []))]
-        if picks is not None:
-            parts = [part[:, picks] for part in parts]
-        return parts[0] if scheme is None else decode_bits(parts[0], parts[1], scheme)
-
-    def _read(self, i: int, name: str, rows: slice) -> NDArray[Any]:
-        array = self._group(int(self._columns["shard"][i]))[name]
-        try:
-            return np.asarray(array[rows])
-        except ValueError as error:  # zarr's checksum failure
-            where = f"{shard_name(int(self._columns['shard'][i]))}/{name}"
-            raise IntegrityError(
-                "store-damaged", f"{where}: {error}", hint=f"hscache verify {self.path} --level full"
-            ) from error
-
-    def _group(self, shard: int) -> zarr.Group:
-        if shard not in self._groups:
-            path = self._paths.shard(shard)
-            check_files(path, read_shard(path))
-            self._groups[shard] = zarr.open_group(str(path), mode="r")
-        return self._groups[shard]
+    def _read(
+        self,
+        i: int,
+        name: str,
+        rows: slice,
+        out: Buffers | None = None,
+        columns: Sequence[int] | None = None,
+        *,
+        crc: bool = True,
+    ) -> NDArray[Any]:
+        room = None if out is None else out.arrays[name]
+        return self._shards.read(int(self._columns["shard"][i]), name, rows, room=room, columns=columns, crc=crc)
 
 
-def open_store(path: Path | str) -> Store:
-    """Open a store for reading; exported as ``hscache.open``."""
-    return Store(path)
+def open_store(path: Path | str, *, decode_threads: int | None = None) -> Store:
+    """Open a store for reading; exported as ``hscache.open``. The arguments are those of :class:`Store`."""
+    return Store(path, decode_threads=decode_threads)
 
 
 def specs_of(document: dict[str, Any]) -> list[ArraySpec]:
@@ -315,33 +359,6 @@ def decoded(values: dict[str, NDArray[Any]], specs: Iterable[ArraySpec]) -> dict
     }
 
 
-def check_files(path: Path, body: dict[str, Any]) -> None:
-    """Compare a shard's files with the record: sizes of all, since Zarr reads a missing file as fill value without an
-    error, and contents of the arrays' metadata, since a reader believes whatever shape and codec stand there.
-
-    Raises:
-        IntegrityError: ``store-damaged``, naming the first file.
-    """
-    for name, entry in body["files"].items():
-        try:
-            found = (path / name).stat().st_size
-        except FileNotFoundError:
-            found = -1
-        if found != entry["bytes"]:
-            seen = "missing" if found < 0 else f"{found} bytes"
-            raise IntegrityError(
-                "store-damaged",
-                f"{path.name}/{name}: {seen}, expected {entry['bytes']} bytes",
-                hint="hscache verify STORE --level full",
-            )
-        if name.endswith("zarr.json") and xxhash.xxh3_128_hexdigest((path / name).read_bytes()) != entry["xxh3_128"]:
-            raise IntegrityError(
-                "store-damaged",
-                f"{path.name}/{name}: differs from its digest",
-                hint="hscache verify STORE --level full",
-            )
-
-
 def bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """Return the numbers that bf16 bit patterns stand for: a bf16 is the upper half of a float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -351,7 +368,9 @@ def as_torch(rows: NDArray[Any], name: str) -> torch.Tensor:
     """Return stored rows as a tensor that shares their memory; state arrays become bfloat16."""
     import torch
 
-    tensor = torch.from_numpy(np.require(rows, requirements=["C", "W"]))
+    if not (rows.flags.c_contiguous and rows.flags.writeable):
+        rows = np.require(rows, requirements=["C", "W"])
+    tensor = torch.from_numpy(rows)
     return tensor.view(torch.bfloat16) if name in ("hidden_states", "final_state") else tensor
 
 
@@ -361,3 +380,27 @@ def _give(rows: NDArray[Any], name: str, kind: Kind) -> Any:
     if kind == "numpy" and name in ("hidden_states", "final_state"):
         return bf16_to_float32(rows)
     return rows
+
+
+def _give_sample(
+    sample_id: str,
+    tag: str | None,
+    arrays: dict[str, NDArray[Any]],
+    positions: NDArray[np.int64] | None,
+    kind: Kind,
+) -> Sample:
+    given = {name: _give(rows, name, kind) for name, rows in arrays.items()}
+    logits = None
+    if positions is not None:
+        logits = TopLogits(
+            _give(positions, "positions", kind), given["logit_ids"], given["logit_logprobs"], given["logit_lse"]
+        )
+    return Sample(
+        sample_id=sample_id,
+        tag=tag,
+        input_ids=given["input_ids"],
+        loss_mask=given["loss_mask"],
+        hidden_states=given["hidden_states"],
+        final_state=given.get("final_state"),
+        logits=logits,
+    )

@@ -1,8 +1,9 @@
 """Write one shard: sample after sample into a private directory, then visible all at once.
 
-Rows are appended to one file per array, chunk by chunk, each followed by its crc32c, and the Zarr shard index goes
-behind them: the file is a standard ``sharding_indexed`` object that zarr-python reads. Memory is one chunk per array,
-whatever the shard's size. zarr-python itself would rewrite the whole shard object for each piecemeal write.
+Rows are appended to one file per array, chunk by chunk, each followed by its crc32c and zeros up to an aligned address,
+and the Zarr shard index goes behind them: the file is a standard ``sharding_indexed`` object that zarr-python reads.
+Memory is one chunk per array, whatever the shard's size. zarr-python itself would rewrite the whole shard object for
+each piecemeal write.
 
 The group's ``zarr.json`` is written last, carries the sample table with a digest per sample and the size and digest of
 every file, and is itself covered by a digest.
@@ -25,6 +26,7 @@ from hscache.errors import IntegrityError
 from hscache.store.codecs import Codec
 from hscache.store.durable import fsync_directory, publish_directory, write_file
 from hscache.store.layout import (
+    CRC_BYTES,
     FORMAT_VERSION,
     ArraySpec,
     array_metadata,
@@ -32,7 +34,10 @@ from hscache.store.layout import (
     data_file_name,
     group_metadata,
     json_digest,
+    padding_bytes,
 )
+
+_WRITEBACK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class _ArrayWriter:
         self._offset = 0
         self._digest = xxhash.xxh3_128()
         self._fd = -1
+        self._begun = 0  # bytes whose way to the disk has begun
 
     def append(self, rows: NDArray[Any]) -> None:
         spec = self.spec
@@ -121,9 +127,9 @@ class _ArrayWriter:
 
     def _write_chunk(self, chunk: NDArray[Any]) -> None:
         data = self.codec.encode(chunk)
-        start = self._offset
-        self._write([data, _crc(data)])
-        self._index.append((start, self._offset - start))
+        size = data.nbytes + CRC_BYTES
+        self._index.append((self._offset, size))
+        self._write([data, _crc(data), memoryview(bytes(padding_bytes(size)))])
 
     def _write(self, parts: list[memoryview]) -> None:
         if self._fd < 0:
@@ -132,12 +138,17 @@ class _ArrayWriter:
         for part in parts:
             self._digest.update(part)
         self._offset += sum(part.nbytes for part in parts)
+        parts = [part for part in parts if part.nbytes]
         while parts:
             written = os.writev(self._fd, parts)
             while parts and written >= parts[0].nbytes:
                 written -= parts.pop(0).nbytes
             if written:
                 parts[0] = parts[0][written:]
+        if self._offset - self._begun >= _WRITEBACK_BYTES:
+            # lets the disk begin, beside the checksums to come; all of it is dirty, so that none leaves the cache
+            os.posix_fadvise(self._fd, self._begun, self._offset - self._begun, os.POSIX_FADV_DONTNEED)
+            self._begun = self._offset
 
 
 class ShardWriter:
@@ -228,4 +239,4 @@ class ShardWriter:
 
 def _crc(data: memoryview) -> memoryview:
     # google_crc32c takes numpy arrays without a copy, memoryviews not at all
-    return memoryview(google_crc32c.value(np.frombuffer(data, np.uint8)).to_bytes(4, "little"))
+    return memoryview(google_crc32c.value(np.frombuffer(data, np.uint8)).to_bytes(CRC_BYTES, "little"))

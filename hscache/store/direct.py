@@ -1,0 +1,438 @@
+"""Read token ranges of one array straight from its shard object, without zarr-python.
+
+Where chunks split only the row axis, the rows of a Zarr shard object lie in order, so that any range of rows is one
+``preadv`` into the caller's memory; checksum and padding behind each chunk go aside::
+
+    | chunk 0 rows ... |crc|0| chunk 1 rows ... |crc|0| ... | index: (offset, length) per chunk |crc|
+              ^--------------- one preadv --------^
+
+Memory: a file costs its index, 16 bytes per chunk; a reading thread keeps a few chunks of scratch. Nothing is mapped: a
+mapped file counts as the process's memory, and one that is truncated under a reader kills it.
+
+Checksums are computed piece by piece right behind the copy, while the bytes are still in the cache: half the cost of a
+second pass. A chunk of which only a part is asked for is read whole for that.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from hscache.errors import IntegrityError
+from hscache.store.buffers import page_aligned
+from hscache.store.layout import CRC_BYTES, ArraySpec, data_file_name
+
+_ENTRY_BYTES = 16
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_MISSING = 2**64 - 1
+_BYTE = np.dtype(np.uint8)
+_THREAD = threading.local()
+_BLOSC_NBYTES = slice(4, 8)  # of a blosc 1 header: the size of what is packed
+# Checksummed reads go in batches of this size: few enough bytes to be in the cache still, enough for a call.
+_BATCH_BYTES = 1 << 20
+# Less than this is read sooner than another thread is awake.
+_SPLIT_BYTES = 4 << 20
+# Chunks no further apart than this are read in one call, what lies between going aside.
+_MAX_GAP_BYTES = 4096
+# A call per row costs as much as copying this many bytes; leaving out fewer is no gain.
+_SKIP_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of one array lie in its file, from the array's ``zarr.json``.
+
+    Attributes:
+        rows: Rows of the array.
+        chunk_rows: Rows of one inner chunk.
+        n_entries: Entries of the shard index.
+        blosc: Whether the chunks are packed.
+    """
+
+    rows: int
+    chunk_rows: int
+    n_entries: int
+    blosc: bool
+
+
+def read_layout(directory: Path, spec: ArraySpec) -> Layout | None:
+    """Read an array's ``zarr.json``.
+
+    Args:
+        directory: The array's directory.
+        spec: What the store's manifest says of the array.
+
+    Returns:
+        None for an array that is valid Zarr, but not of the kind that is read here.
+    """
+    try:
+        metadata = json.loads((directory / "zarr.json").read_bytes())
+        (sharding,) = metadata["codecs"]
+        inner = sharding["configuration"]
+        chunk_rows, *tail = inner["chunk_shape"]
+        outer_rows = metadata["chunk_grid"]["configuration"]["chunk_shape"][0]
+        expected = (
+            (metadata["data_type"], spec.dtype.name),
+            (metadata["shape"][1:], list(spec.inner)),
+            (tail, list(spec.inner)),
+            (metadata["chunk_key_encoding"], {"name": "default", "configuration": {"separator": "."}}),
+            (sharding["name"], "sharding_indexed"),
+            (inner["index_location"], "end"),
+            ([codec["name"] for codec in inner["index_codecs"]], ["bytes", "crc32c"]),
+        )
+        names = [codec["name"] for codec in inner["codecs"]]
+        endian = inner["codecs"][0].get("configuration", {}).get("endian", "little")
+        rows = metadata["shape"][0]
+        whole = all(type(n) is int for n in (rows, chunk_rows, outer_rows)) and 0 <= rows <= outer_rows
+        whole = whole and chunk_rows > 0 and outer_rows % chunk_rows == 0
+    except OSError as error:
+        raise damaged(directory, f"zarr.json cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+    known = names in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"]) and endian == "little"
+    if not (known and whole) or any(got != wanted for got, wanted in expected):
+        return None
+    return Layout(rows, chunk_rows, outer_rows // chunk_rows, "blosc" in names)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes at ``at`` of the file: a part of a chunk, or the checksum behind it."""
+
+    chunk: int
+    memory: NDArray[np.uint8]
+    at: int
+    is_crc: bool
+
+
+class ArrayFile:
+    """The data file of one array, opened for reading rows; any number of threads may read at once.
+
+    The descriptor is closed when the last reference goes, so that a cache can drop a file that another thread is still
+    reading.
+
+    Args:
+        directory: The array's directory.
+        spec: The array.
+        layout: From :func:`read_layout`.
+
+    Attributes:
+        rows: Rows of the array.
+        layout: As given.
+        chunk_bytes: Bytes of an unpacked chunk.
+
+    Raises:
+        IntegrityError: ``store-damaged``: no file, another size than its index says, an index that fails its checksum,
+            or one that lacks a chunk (Zarr would give fill values).
+    """
+
+    def __init__(self, directory: Path, spec: ArraySpec, layout: Layout) -> None:
+        self._fd = -1
+        self._directory, self._spec, self.layout = directory, spec, layout
+        self.rows = layout.rows
+        self.chunk_bytes = layout.chunk_rows * spec.row_bytes
+        if layout.rows == 0:
+            return  # no file
+        try:
+            self._fd = os.open(directory / data_file_name(spec), os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._damaged(f"{data_file_name(spec)} is missing") from error
+        self._offsets, self._lengths = self._read_index()
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # bound above, since at the interpreter's end there is no os any more
+        if self._fd >= 0:
+            close(self._fd)
+            self._fd = -1
+
+    def read(
+        self,
+        start: int,
+        stop: int,
+        out: NDArray[Any],
+        *,
+        columns: Sequence[int] | None = None,
+        crc: bool = True,
+        pool: Executor | None = None,
+    ) -> None:
+        """Read rows into the caller's memory.
+
+        Args:
+            start: First row.
+            stop: Row behind the last one.
+            out: C-contiguous, of the array's element type: [stop - start, *inner], or [stop - start, len(columns),
+                ...] where columns are picked.
+            columns: Positions on the axis behind the rows, in any order; None for all.
+            crc: Compare every chunk touched with its checksum. Packed chunks are compared in any case.
+            pool: Threads that unpack chunks and compute checksums; None for this thread alone.
+
+        Raises:
+            IntegrityError: ``store-damaged``: a checksum differs, or the file ends early. ``out`` is undefined then.
+        """
+        inner = self._spec.inner if columns is None else (len(columns), *self._spec.inner[1:])
+        assert out.shape == (stop - start, *inner), (out.shape, start, stop, inner)
+        assert out.dtype == self._spec.dtype
+        assert out.flags.c_contiguous
+        assert 0 <= start <= stop <= self.rows, (start, stop, self.rows)
+        if out.size == 0:
+            return
+        if self.layout.blosc:
+            self._read_packed(start, stop, out, columns, pool)
+        elif columns is not None:
+            self._read_columns(start, stop, out, columns, crc=crc)
+        elif crc:
+            self._read_checked(start, stop, out, pool)
+        else:
+            self._read_plain(start, stop, out)
+
+    def _read_index(self) -> tuple[list[int], list[int]]:
+        """Return offset and length, checksum included, of every chunk that holds rows."""
+        used = -(-self.layout.rows // self.layout.chunk_rows)
+        size, index_bytes = os.fstat(self._fd).st_size, self.layout.n_entries * _ENTRY_BYTES
+        if size < index_bytes + CRC_BYTES:
+            raise self._damaged(f"{size} bytes, its index alone has {index_bytes + CRC_BYTES}")
+        buffer = bytearray(index_bytes + CRC_BYTES)
+        self._preadv([memoryview(buffer)], size - len(buffer))
+        table, crc = bytes(buffer[:index_bytes]), buffer[index_bytes:]
+        if google_crc32c.value(table) != int.from_bytes(crc, "little"):
+            raise self._damaged("the shard index differs from its checksum")
+        entries = np.frombuffer(table, "<u8").reshape(-1, 2)[:used]
+        if (entries == _MISSING).any():
+            chunk = int(np.flatnonzero((entries == _MISSING).any(axis=1))[0])
+            raise self._damaged(f"chunk {chunk} is missing")
+        offsets, lengths = entries[:, 0].tolist(), entries[:, 1].tolist()
+        end, exact = size - len(buffer), self.chunk_bytes + CRC_BYTES
+        for chunk, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            if offset + length > end or length <= CRC_BYTES or (not self.layout.blosc and length != exact):
+                raise self._damaged(f"chunk {chunk} cannot be {length} bytes at {offset} of {size}")
+        return offsets, lengths
+
+    def _read_plain(self, start: int, stop: int, out: NDArray[Any]) -> None:
+        row_bytes, chunk_rows = self._spec.row_bytes, self.layout.chunk_rows
+        flat, between = out.data.cast("B"), memoryview(bytearray(_MAX_GAP_BYTES))
+        parts: list[memoryview] = []
+        begin = end = done = 0
+        for chunk in range(start // chunk_rows, -(-stop // chunk_rows)):
+            first, last = max(start - chunk * chunk_rows, 0), min(stop - chunk * chunk_rows, chunk_rows)
+            at = self._offsets[chunk] + first * row_bytes
+            if parts and 0 < at - end <= _MAX_GAP_BYTES:
+                parts.append(between[: at - end])
+            else:
+                self._preadv(parts, begin)
+                parts, begin = [], at
+            n_bytes = (last - first) * row_bytes
+            parts.append(flat[done : done + n_bytes])
+            end, done = at + n_bytes, done + n_bytes
+        self._preadv(parts, begin)
+
+    def _read_checked(self, start: int, stop: int, out: NDArray[Any], pool: Executor | None = None) -> None:
+        """Read and compare checksums; a large range in two halves at once, since checksums keep a core busy."""
+        middle = (start + stop) // 2 // self.layout.chunk_rows * self.layout.chunk_rows
+        if pool is None or out.nbytes < _SPLIT_BYTES or middle <= start:
+            self._read_checked_part(start, stop, out)
+            return
+        other = pool.submit(self._read_checked_part, middle, stop, out[middle - start :])
+        try:
+            self._read_checked_part(start, middle, out[: middle - start])
+        finally:
+            error = other.exception()  # waited for in any case: it writes into the caller's memory
+        if error is not None:
+            raise error
+
+    def _read_checked_part(self, start: int, stop: int, out: NDArray[Any]) -> None:
+        batch: list[_Piece] = []
+        begin = size = crc = 0
+        for piece in self._pieces(start, stop, _bytes_of(out)):
+            if batch and (piece.at != begin + size or size >= _BATCH_BYTES):
+                crc = self._read_batch(batch, begin, crc)
+                batch, size = [], 0
+            begin = begin if batch else piece.at
+            batch.append(piece)
+            size += piece.memory.size
+        self._read_batch(batch, begin, crc)
+
+    def _pieces(self, start: int, stop: int, flat: NDArray[np.uint8]) -> Iterator[_Piece]:
+        """Cut the chunks that hold rows, whole, into pieces in the order of the file."""
+        row_bytes, chunk_rows, done = self._spec.row_bytes, self.layout.chunk_rows, 0
+        chunks = range(start // chunk_rows, -(-stop // chunk_rows))
+        for chunk in chunks:
+            first, last = max(start - chunk * chunk_rows, 0), min(stop - chunk * chunk_rows, chunk_rows)
+            before, n_bytes = first * row_bytes, (last - first) * row_bytes
+            # what is not asked for goes aside, for the sake of the checksum
+            aside = _scratch("head" if chunk == chunks[0] else "tail", self.chunk_bytes - n_bytes)
+            at = self._offsets[chunk]
+            for memory in (aside[:before], flat[done : done + n_bytes], aside[before:]):
+                for cut in range(0, memory.size, _BATCH_BYTES):
+                    part = memory[cut : cut + _BATCH_BYTES]
+                    yield _Piece(chunk, part, at, is_crc=False)
+                    at += part.size
+            gap = self._offsets[chunk + 1] - at if chunk + 1 in chunks else CRC_BYTES
+            # with the padding behind it, if it is no more than that
+            trailer = np.empty(gap if CRC_BYTES <= gap <= _MAX_GAP_BYTES else CRC_BYTES, np.uint8)
+            yield _Piece(chunk, trailer, at, is_crc=True)
+            done += n_bytes
+
+    def _read_batch(self, batch: list[_Piece], begin: int, crc: int) -> int:
+        """Read adjacent pieces; return the checksum so far of the chunk that they end in."""
+        self._preadv([piece.memory.data for piece in batch], begin)
+        for piece in batch:
+            if piece.is_crc:
+                self._compare(piece.chunk, crc, piece.memory[:CRC_BYTES].tobytes())
+                crc = 0
+            else:
+                crc = google_crc32c.extend(crc, piece.memory)
+        return crc
+
+    def _read_columns(self, start: int, stop: int, out: NDArray[Any], columns: Sequence[int], *, crc: bool) -> None:
+        cell = math.prod(self._spec.inner[1:]) * self._spec.dtype.itemsize
+        low, high = min(columns), max(columns) + 1
+        ascending = all(a < b for a, b in pairwise(columns))
+        if crc or not ascending or self._spec.row_bytes - (high - low) * cell < _SKIP_BYTES:
+            self._select(start, stop, out, columns, crc=crc)
+            return
+        # a call per row, from the first column to the last one asked for; what lies between goes aside
+        row_bytes, chunk_rows, flat = self._spec.row_bytes, self.layout.chunk_rows, out.data.cast("B")
+        gap = memoryview(bytearray(row_bytes))
+        pieces: list[tuple[int, int]] = []  # bytes to skip, bytes to take
+        previous = low
+        for column in columns:
+            pieces.append(((column - previous) * cell, cell))
+            previous = column + 1
+        done = 0
+        for row in range(start, stop):
+            parts: list[memoryview] = []
+            for skip, take in pieces:
+                if skip:
+                    parts.append(gap[:skip])
+                parts.append(flat[done : done + take])
+                done += take
+            chunk, inside = divmod(row, chunk_rows)
+            self._preadv(parts, self._offsets[chunk] + inside * row_bytes + low * cell)
+
+    def _select(self, start: int, stop: int, out: NDArray[Any], columns: Sequence[int], *, crc: bool) -> None:
+        """Read all columns of a chunk into scratch and copy those asked for: the scratch stays in the cache."""
+        chunk_rows = self.layout.chunk_rows
+        scratch = self._scratch_chunk()
+        for chunk in range(start // chunk_rows, -(-stop // chunk_rows)):
+            first, last = max(start, chunk * chunk_rows), min(stop, (chunk + 1) * chunk_rows)
+            rows = scratch[: last - first]
+            self.read(first, last, rows, crc=crc)
+            _take(rows, columns, out[first - start : last - start])
+
+    def _read_packed(
+        self, start: int, stop: int, out: NDArray[Any], columns: Sequence[int] | None, pool: Executor | None
+    ) -> None:
+        chunk_rows = self.layout.chunk_rows
+
+        def decode(chunk: int) -> None:
+            first, last = max(start, chunk * chunk_rows), min(stop, (chunk + 1) * chunk_rows)
+            target = out[first - start : last - start]
+            if last - first == chunk_rows and columns is None:
+                self._unpack(chunk, target)
+                return
+            whole = self._scratch_chunk()
+            self._unpack(chunk, whole)
+            _take(whole[first - chunk * chunk_rows : last - chunk * chunk_rows], columns, target)
+
+        chunks = range(start // chunk_rows, -(-stop // chunk_rows))
+        if pool is None or len(chunks) == 1:
+            for chunk in chunks:
+                decode(chunk)
+            return
+        # all are waited for, whatever one of them raises: none may write into the caller's memory afterwards
+        futures = [pool.submit(decode, chunk) for chunk in chunks]
+        errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _unpack(self, chunk: int, target: NDArray[Any]) -> None:
+        """Decode one chunk into ``target``, which is as large as a chunk."""
+        import numcodecs.blosc
+
+        packed = _scratch("packed", self._lengths[chunk])
+        self._preadv([packed.data], self._offsets[chunk])
+        data, crc = packed[:-CRC_BYTES], packed[-CRC_BYTES:].tobytes()
+        # in any case, and first: a decoder is not the place to meet damaged bytes
+        self._compare(chunk, google_crc32c.value(data), crc)
+        unpacked_bytes = int.from_bytes(data[_BLOSC_NBYTES].tobytes(), "little")
+        if unpacked_bytes != self.chunk_bytes:
+            raise self._damaged(f"chunk {chunk} unpacks to {unpacked_bytes} bytes, expected {self.chunk_bytes}")
+        try:
+            numcodecs.blosc.decompress(data, _bytes_of(target))
+        except (RuntimeError, ValueError) as error:
+            raise self._damaged(f"chunk {chunk} cannot be unpacked: {error}") from error
+
+    def _scratch_chunk(self) -> NDArray[Any]:
+        shape = (self.layout.chunk_rows, *self._spec.inner)
+        return _scratch("chunk", self.chunk_bytes).view(self._spec.dtype).reshape(shape)
+
+    def _compare(self, chunk: int, found: int, recorded: bytes) -> None:
+        if found != int.from_bytes(recorded, "little"):
+            raise self._damaged(f"chunk {chunk} differs from its checksum")
+
+    def _preadv(self, parts: list[memoryview], offset: int) -> None:
+        """Fill all parts from the file, in calls of at most IOV_MAX parts, however little each call gives."""
+        i = 0
+        while i < len(parts):
+            try:
+                got = os.preadv(self._fd, parts[i : i + _IOV_MAX], offset)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                raise self._damaged(f"the disk cannot read it: {error}") from error
+            if got == 0:
+                raise self._damaged(f"{data_file_name(self._spec)} ends at byte {offset}")
+            offset += got
+            while i < len(parts) and got >= parts[i].nbytes:
+                got -= parts[i].nbytes
+                i += 1
+            if got:
+                parts[i] = parts[i][got:]
+
+    def _damaged(self, what: str) -> IntegrityError:
+        return damaged(self._directory, what)
+
+
+def damaged(directory: Path, what: str) -> IntegrityError:
+    """Return the error for an array of a shard whose bytes are not what was committed."""
+    store = directory.parent.parent.parent
+    return IntegrityError(
+        "store-damaged",
+        f"{directory.parent.name}/{directory.name}: {what}",
+        hint=f"hscache verify {store} --level full",
+    )
+
+
+def _scratch(use: str, n_bytes: int) -> NDArray[np.uint8]:
+    """Return memory of this thread's own, the same again for the same use: fresh pages cost more than reading."""
+    room: NDArray[np.uint8] | None = getattr(_THREAD, use, None)
+    if room is None or room.size < n_bytes:
+        room = page_aligned((n_bytes,), _BYTE)
+        setattr(_THREAD, use, room)
+    return room[:n_bytes]
+
+
+def _bytes_of(rows: NDArray[Any]) -> NDArray[np.uint8]:
+    return rows.reshape(-1).view(np.uint8)
+
+
+def _take(rows: NDArray[Any], columns: Sequence[int] | None, out: NDArray[Any]) -> None:
+    if columns is None:
+        out[...] = rows
+        return
+    for place, column in enumerate(columns):
+        out[:, place] = rows[:, column]

@@ -1,0 +1,189 @@
+"""The shards of a store, opened as they are asked for.
+
+Opening an array costs a parse of its metadata and its shard index (about 0.1 ms), so a bounded number stays open, the
+least recently used being dropped first; whatever the store's size, memory and descriptors are bounded. A shard's
+record and the sizes of its files are checked once, when it is first touched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hscache.errors import IntegrityError
+from hscache.store.buffers import page_aligned
+from hscache.store.direct import ArrayFile, damaged, read_layout
+from hscache.store.index import read_shard
+from hscache.store.layout import ArraySpec, StorePaths
+
+_MAX_OPEN = 128
+_MAX_DECODE_THREADS = 4
+
+
+class ShardReader:
+    """Reads rows of arrays of shards; any number of threads may call it, and it may be pickled.
+
+    Args:
+        root: Store directory.
+        specs: Arrays of the store.
+        decode_threads: Threads that unpack chunks and compute checksums; None for the machine's cores, at most 4.
+        max_open: Arrays, and so descriptors, that stay open.
+    """
+
+    def __init__(
+        self, root: Path, specs: Iterable[ArraySpec], *, decode_threads: int | None = None, max_open: int = _MAX_OPEN
+    ) -> None:
+        self._paths = StorePaths(root)
+        self._specs = {spec.name: spec for spec in specs}
+        self._threads = decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
+        self._max_open = max_open
+        self._reset()
+
+    def read(
+        self,
+        shard: int,
+        name: str,
+        rows: slice,
+        *,
+        room: NDArray[Any] | None = None,
+        columns: Sequence[int] | None = None,
+        crc: bool = True,
+    ) -> NDArray[Any]:
+        """Return rows of an array.
+
+        Args:
+            shard: Number of the shard.
+            name: Array.
+            rows: Row range; both ends given.
+            room: Memory whose first rows take them, [at least as many rows, ...]; None for fresh memory.
+            columns: Positions on the axis behind the rows; None for all.
+            crc: Compare every chunk touched with its checksum.
+
+        Raises:
+            IntegrityError: ``store-damaged``.
+        """
+        file, spec, n = self._file(shard, name), self._specs[name], rows.stop - rows.start
+        if n < 0 or rows.stop > file.rows:
+            raise damaged(self._paths.shard(shard) / name, f"rows {rows.start}:{rows.stop} of {file.rows}")
+        if room is None:
+            inner = spec.inner if columns is None else (len(columns), *spec.inner[1:])
+            out = page_aligned((n, *inner), spec.dtype)
+        else:
+            out = room[:n]
+        file.read(rows.start, rows.stop, out, columns=columns, crc=crc, pool=self._pool())
+        return out
+
+    def close(self) -> None:
+        """Let go of files and threads; the next read opens them again."""
+        self._reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": None, "_executor": None, "_checked": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._open: OrderedDict[tuple[int, str], ArrayFile | _ZarrArray] = OrderedDict()
+        self._checked: set[int] = set()
+        self._executor: tuple[int, Executor] | None = None
+
+    def _file(self, shard: int, name: str) -> ArrayFile | _ZarrArray:
+        # No lock: each operation on the dictionary is atomic, two threads that open one array at once leave one of the
+        # two, and a process forked in the midst of it finds no lock held by a thread that it does not have.
+        key = (shard, name)
+        file = self._open.get(key)
+        if file is not None:
+            with suppress(KeyError):  # another thread dropped it
+                self._open.move_to_end(key)
+            return file
+        path = self._paths.shard(shard)
+        if shard not in self._checked:
+            check_files(path, read_shard(path))
+            self._checked.add(shard)
+        directory, spec = path / name, self._specs[name]
+        layout = read_layout(directory, spec)
+        file = _ZarrArray(directory, spec) if layout is None else ArrayFile(directory, spec, layout)
+        self._open[key] = file
+        while len(self._open) > self._max_open:
+            with suppress(KeyError):
+                self._open.popitem(last=False)
+        return file
+
+    def _pool(self) -> Executor | None:
+        if self._threads == 1:
+            return None
+        # the threads of a pool do not follow a fork; waiting for them would be for ever
+        if self._executor is None or self._executor[0] != os.getpid():
+            self._executor = os.getpid(), ThreadPoolExecutor(self._threads, "hscache-decode")
+        return self._executor[1]
+
+
+class _ZarrArray:
+    """An array whose layout only zarr-python knows; it passes a missing chunk over as fill value."""
+
+    def __init__(self, directory: Path, spec: ArraySpec) -> None:
+        import zarr
+
+        self._directory = directory
+        try:
+            self._array = zarr.open_array(str(directory), mode="r")
+        except (ValueError, KeyError, TypeError) as error:
+            raise damaged(directory, f"zarr cannot open it: {error}") from error
+        if self._array.shape[1:] != spec.inner or self._array.dtype != spec.dtype:
+            raise damaged(directory, f"{self._array.dtype} {self._array.shape}, expected {spec.dtype} {spec.inner}")
+        self.rows = int(self._array.shape[0])
+
+    def read(
+        self,
+        start: int,
+        stop: int,
+        out: NDArray[Any],
+        *,
+        columns: Sequence[int] | None = None,
+        crc: bool = True,
+        pool: Executor | None = None,
+    ) -> None:
+        """Read rows into ``out``; zarr compares checksums in any case."""
+        try:
+            rows = np.asarray(self._array[start:stop])
+        except (ValueError, RuntimeError) as error:  # zarr's checksum failure, and blosc's
+            raise damaged(self._directory, str(error)) from error
+        out[...] = rows if columns is None else rows[:, list(columns)]
+
+
+def check_files(path: Path, body: dict[str, Any]) -> None:
+    """Compare a shard's files with the record: sizes of all, since Zarr reads a missing file as fill value without an
+    error, and contents of the arrays' metadata, since a reader believes whatever shape and codec stand there.
+
+    Raises:
+        IntegrityError: ``store-damaged``, naming the first file.
+    """
+    for name, entry in body["files"].items():
+        try:
+            found = (path / name).stat().st_size
+        except FileNotFoundError:
+            found = -1
+        if found != entry["bytes"]:
+            seen = "missing" if found < 0 else f"{found} bytes"
+            raise IntegrityError(
+                "store-damaged",
+                f"{path.name}/{name}: {seen}, expected {entry['bytes']} bytes",
+                hint="hscache verify STORE --level full",
+            )
+        if name.endswith("zarr.json") and xxhash.xxh3_128_hexdigest((path / name).read_bytes()) != entry["xxh3_128"]:
+            raise IntegrityError(
+                "store-damaged",
+                f"{path.name}/{name}: differs from its digest",
+                hint="hscache verify STORE --level full",
+            )
