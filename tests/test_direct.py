@@ -109,7 +109,6 @@ def reads(draw: st.DrawFn) -> dict[str, Any]:
         "crc": draw(st.booleans()),
         # small enough that every path is taken with small arrays
         "batch": draw(st.sampled_from([1, 7, 100, 1 << 20])),
-        "split": draw(st.sampled_from([0, 4 << 20])),
         "gap": draw(st.sampled_from([3, 4, 4096])),
         "skip": draw(st.sampled_from([0, 1 << 14])),
         "most_parts": draw(st.sampled_from([1, 2, 5, 1024])),
@@ -130,7 +129,6 @@ def test_any_range_of_any_taps_is_what_zarr_reads(
         with (
             patch.object(direct, "_BATCH_BYTES", case["batch"]),
             patch.object(direct, "_MAX_GAP_BYTES", case["gap"]),
-            patch.object(direct, "_SPLIT_BYTES", case["split"]),
             patch.object(direct, "_SKIP_BYTES", case["skip"]),
             patch.object(direct, "_IOV_MAX", case["most_parts"]),
         ):
@@ -250,14 +248,6 @@ def test_a_changed_byte_of_a_chunk_is_found_by_whoever_reads_a_row_of_it(codec: 
                         got = read(opened(directory, spec), row, row + 1, columns)
                         assert same_bits(got, np.ascontiguousarray(expected[row : row + 1]))
                 path.write_bytes(data)
-
-
-@pytest.mark.parametrize("chunk", [0, 4])
-def test_damage_is_found_in_either_half_of_a_split_read(pool: Executor, chunk: int) -> None:
-    spec = states_spec(2, 4)
-    with written(spec, random_states(20, spec), "raw") as directory, patch.object(direct, "_SPLIT_BYTES", 0):
-        flip(directory / "c.0.0.0", position=128 * chunk)
-        assert f"chunk {chunk} differs" in damage_of(lambda: read(opened(directory, spec), 0, 20, pool=pool))
 
 
 def test_without_checksums_a_raw_row_is_given_as_it_lies() -> None:

@@ -43,8 +43,6 @@ _THREAD = threading.local()
 _BLOSC_NBYTES = slice(4, 8)  # of a blosc 1 header: the size of what is packed
 # Checksummed reads go in batches of this size: few enough bytes to be in the cache still, enough for a call.
 _BATCH_BYTES = 1 << 20
-# Less than this is read sooner than another thread is awake.
-_SPLIT_BYTES = 4 << 20
 # Chunks no further apart than this are read in one call, what lies between going aside.
 _MAX_GAP_BYTES = 4096
 # A call per row costs as much as copying this many bytes; leaving out fewer is no gain.
@@ -177,7 +175,7 @@ class ArrayFile:
                 ...] where columns are picked.
             columns: Positions on the axis behind the rows, in any order; None for all.
             crc: Compare every chunk touched with its checksum. Packed chunks are compared in any case.
-            pool: Threads that unpack chunks and compute checksums; None for this thread alone.
+            pool: Threads that unpack packed chunks; None for this thread alone.
 
         Raises:
             IntegrityError: ``store-damaged``: a checksum differs, or the file ends early. ``out`` is undefined then.
@@ -194,7 +192,7 @@ class ArrayFile:
         elif columns is not None:
             self._read_columns(start, stop, out, columns, crc=crc)
         elif crc:
-            self._read_checked(start, stop, out, pool)
+            self._read_checked(start, stop, out)
         else:
             self._read_plain(start, stop, out)
 
@@ -238,21 +236,7 @@ class ArrayFile:
             end, done = at + n_bytes, done + n_bytes
         self._preadv(parts, begin)
 
-    def _read_checked(self, start: int, stop: int, out: NDArray[Any], pool: Executor | None = None) -> None:
-        """Read and compare checksums; a large range in two halves at once, since checksums keep a core busy."""
-        middle = (start + stop) // 2 // self.layout.chunk_rows * self.layout.chunk_rows
-        if pool is None or out.nbytes < _SPLIT_BYTES or middle <= start:
-            self._read_checked_part(start, stop, out)
-            return
-        other = pool.submit(self._read_checked_part, middle, stop, out[middle - start :])
-        try:
-            self._read_checked_part(start, middle, out[: middle - start])
-        finally:
-            error = other.exception()  # waited for in any case: it writes into the caller's memory
-        if error is not None:
-            raise error
-
-    def _read_checked_part(self, start: int, stop: int, out: NDArray[Any]) -> None:
+    def _read_checked(self, start: int, stop: int, out: NDArray[Any]) -> None:
         batch: list[_Piece] = []
         begin = size = crc = 0
         for piece in self._pieces(start, stop, _bytes_of(out)):

@@ -92,7 +92,7 @@ class Store:
 
     Args:
         path: Store directory.
-        decode_threads: Threads that unpack chunks and compute checksums; None for the machine's cores, at most 4.
+        decode_threads: Threads that unpack the packed chunks of a read; None for the machine's cores, at most 4.
 
     Raises:
         InputError: ``not-a-store``.

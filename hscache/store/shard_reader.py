@@ -35,7 +35,7 @@ class ShardReader:
     Args:
         root: Store directory.
         specs: Arrays of the store.
-        decode_threads: Threads that unpack chunks and compute checksums; None for the machine's cores, at most 4.
+        decode_threads: Threads that unpack the packed chunks of a read; None for the machine's cores, at most 4.
         max_open: Arrays, and so descriptors, that stay open.
     """
 
