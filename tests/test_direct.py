@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -422,6 +423,41 @@ def test_threads_read_one_shard_at_once_and_files_are_dropped_under_them(little:
     assert len(store._shards._open) <= 2
 
 
+def test_a_file_whose_end_lets_other_threads_run_leaves_the_cache_whole(
+    little: Little, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, an entry replaced by two threads at once left the cache's order with a key that its table had not."""
+    store = hscache.open(little.path)
+    store._shards._max_open = 2
+    end = ArrayFile.__del__
+
+    def slow(self: ArrayFile) -> None:
+        time.sleep(0)  # as closing does: it gives the interpreter's lock away
+        end(self)
+
+    monkeypatch.setattr(ArrayFile, "__del__", slow)
+    names = ["input_ids", "loss_mask", "final_state", "logit_lse"]
+    deadline = time.monotonic() + 2
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while time.monotonic() < deadline:
+            store._shards.read(0, names[rng.integers(4)], slice(0, 1))
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(store._shards._open) == len(list(store._shards._open.items())) <= 2
+
+
 def _open_files(root: Path) -> int:
     """Return how many descriptors of this process are of files of a store."""
     found = 0
@@ -499,7 +535,6 @@ def test_a_pickle_holds_no_descriptor_nor_thread(little: Little) -> None:
 
 def test_zarr_is_not_imported_to_read_a_store(little: Little) -> None:
     import subprocess
-    import sys
 
     code = (
         f"import sys, hscache; hscache.open({str(little.path)!r}).sample(0, kind='bits'); print('zarr' in sys.modules)"

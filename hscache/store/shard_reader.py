@@ -8,10 +8,10 @@ record and the sizes of its files are checked once, when it is first touched.
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class ShardReader:
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": None, "_executor": None, "_checked": None}
+        return {**self.__dict__, "_open": None, "_executor": None, "_checked": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -96,17 +96,18 @@ class ShardReader:
     def _reset(self) -> None:
         self._open: OrderedDict[tuple[int, str], ArrayFile | _ZarrArray] = OrderedDict()
         self._checked: set[int] = set()
-        self._executor: tuple[int, Executor] | None = None
+        self._executor: Executor | None = None
+        self._lock, self._process = threading.Lock(), os.getpid()
 
     def _file(self, shard: int, name: str) -> ArrayFile | _ZarrArray:
-        # No lock: each operation on the dictionary is atomic, two threads that open one array at once leave one of the
-        # two, and a process forked in the midst of it finds no lock held by a thread that it does not have.
+        if self._process != os.getpid():
+            self._reset()  # after a fork: its threads are not here, and one of them may have held the lock
         key = (shard, name)
-        file = self._open.get(key)
-        if file is not None:
-            with suppress(KeyError):  # another thread dropped it
+        with self._lock:
+            file = self._open.get(key)
+            if file is not None:
                 self._open.move_to_end(key)
-            return file
+                return file
         path = self._paths.shard(shard)
         if shard not in self._checked:
             check_files(path, read_shard(path))
@@ -114,19 +115,22 @@ class ShardReader:
         directory, spec = path / name, self._specs[name]
         layout = read_layout(directory, spec)
         file = _ZarrArray(directory, spec) if layout is None else ArrayFile(directory, spec, layout)
-        self._open[key] = file
-        while len(self._open) > self._max_open:
-            with suppress(KeyError):
-                self._open.popitem(last=False)
+        # a file that is dropped runs its __del__ in the midst of what the dictionary does: hence the lock, and the list
+        dropped = []
+        with self._lock:
+            dropped.append(self._open.pop(key, None))  # another thread may have opened it too
+            self._open[key] = file
+            while len(self._open) > self._max_open:
+                dropped.append(self._open.popitem(last=False)[1])
         return file
 
     def _pool(self) -> Executor | None:
         if self._threads == 1:
             return None
-        # the threads of a pool do not follow a fork; waiting for them would be for ever
-        if self._executor is None or self._executor[0] != os.getpid():
-            self._executor = os.getpid(), ThreadPoolExecutor(self._threads, "hscache-decode")
-        return self._executor[1]
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self._threads, "hscache-decode")
+            return self._executor
 
 
 class _ZarrArray:
