@@ -79,6 +79,14 @@ class DrafterConfig:
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
 
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm that computes in float32 and gives back the input's type, as Qwen3's does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., n], of the type of ``x``."""
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Grouped-query attention of block queries over context and block, with per-head norms of queries and keys."""
 
@@ -90,8 +98,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(H, config.num_kv_heads * D, bias=False)
         self.v_proj = nn.Linear(H, config.num_kv_heads * D, bias=False)
         self.o_proj = nn.Linear(config.num_heads * D, H, bias=False)
-        self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(D, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(D, eps=config.rms_norm_eps)
 
     def keys_values(self, x_TH: Tensor, rope: KeyValue) -> KeyValue:
         """Return rotated keys and values, [T, K, D] each."""
@@ -102,7 +110,8 @@ class Attention(nn.Module):
         """Return [Q, H]."""
         q_QAD = rotate(self.q_norm(self._heads(self.q_proj(x_QH))), rope)
         mixed_QAD = attend(q_QAD, context, self.keys_values(x_QH, rope), blocks, window)
-        return self.o_proj(mixed_QAD.flatten(1))  # type: ignore[no-any-return]
+        mixed_QH: Tensor = self.o_proj(mixed_QAD.flatten(1))
+        return mixed_QH
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
@@ -131,19 +140,26 @@ class Layer(nn.Module):
         self.window = config.window(index)
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x_QH: Tensor, rope: KeyValue, context: KeyValue, blocks: Blocks) -> Tensor:
-        """Return [Q, H]."""
-        x_QH = x_QH + self.self_attn(self.input_layernorm(x_QH), rope, context, blocks, self.window)
-        return x_QH + self.mlp(self.post_attention_layernorm(x_QH))  # type: ignore[no-any-return]
-
-    def with_context(
-        self, x_QH: Tensor, rope_Q: KeyValue, context_TH: Tensor, rope_T: KeyValue, blocks: Blocks
+    def forward(
+        self, x_QH: Tensor, rope_Q: KeyValue, context: Tensor | KeyValue, rope_T: KeyValue | None, blocks: Blocks
     ) -> Tensor:
-        """Return [Q, H] from mixed states; what training recomputes when it checkpoints a layer."""
-        return self(x_QH, rope_Q, self.self_attn.keys_values(context_TH, rope_T), blocks)  # type: ignore[no-any-return]
+        """Return [Q, H].
+
+        Args:
+            x_QH: Block states.
+            rope_Q: Rotary embedding of the block slots.
+            context: Mixed states [T, H], of which keys and values are made here; or those, made before.
+            rope_T: Rotary embedding of mixed states.
+            blocks: What each block sees.
+        """
+        if isinstance(context, Tensor):
+            assert rope_T is not None
+            context = self.self_attn.keys_values(context, rope_T)
+        x_QH = x_QH + self.self_attn(self.input_layernorm(x_QH), rope_Q, context, blocks, self.window)
+        return x_QH + self.mlp(self.post_attention_layernorm(x_QH))  # type: ignore[no-any-return]
 
 
 class Drafter(nn.Module):
@@ -158,9 +174,9 @@ class Drafter(nn.Module):
         self.config = config
         self.gradient_checkpointing = False
         self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def mix(self, states_TLH: Tensor) -> Tensor:
         """Return the context [T, H] of tapped states [T, L, H]; row t belongs to token t."""
@@ -175,7 +191,7 @@ class Drafter(nn.Module):
         """Return the normed states [Q, H] of block inputs, given :meth:`context`."""
         x_QH, rope = block_QH.to(self._input_dtype), self.rope(blocks.positions)
         for layer, keys_values in zip(self._layers(), context, strict=True):
-            x_QH = layer(x_QH, rope, keys_values, blocks)
+            x_QH = layer(x_QH, rope, keys_values, None, blocks)
         return self.norm(x_QH)  # type: ignore[no-any-return]
 
     def forward(self, states_TLH: Tensor, positions_T: Tensor, block_QH: Tensor, blocks: Blocks) -> Tensor:
@@ -193,9 +209,7 @@ class Drafter(nn.Module):
         context_TH, x_QH = self.mix(states_TLH), block_QH.to(self._input_dtype)
         rope_T, rope_Q = self.rope(positions_T), self.rope(blocks.positions)
         for layer in self._layers():
-            x_QH = _call(
-                layer.with_context, x_QH, rope_Q, context_TH, rope_T, blocks, recompute=self.gradient_checkpointing
-            )
+            x_QH = _call(layer, x_QH, rope_Q, context_TH, rope_T, blocks, recompute=self.gradient_checkpointing)
         return self.norm(x_QH)  # type: ignore[no-any-return]
 
     def rope(self, positions: Tensor) -> KeyValue:

@@ -169,7 +169,8 @@ def _flex_attention(device: str) -> Callable[..., Any]:
 
     if device not in _compiled:
         # on a CPU the compiled kernel has no backward pass: it runs there as written, for tests
-        _compiled[device] = torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+        function: Callable[..., Any] = flex_attention
+        _compiled[device] = torch.compile(function, dynamic=True) if device == "cuda" else function
     return _compiled[device]
 
 
