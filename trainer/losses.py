@@ -1,0 +1,226 @@
+"""From the drafter's states to a loss, through the frozen head, without ever holding all logits.
+
+At V = 248,320 the logits of 8,192 queries are 8 GB. So the head works on a few blocks at a time, and gradients with
+respect to their states are taken at once, while their logits exist: two matrix products a block and nothing kept,
+where checkpointing would need three. Only slots that train are computed: neither slot 0 nor slots behind a turn's end.
+
+Losses, per slot (``loss.kind``), with q the drafter's distribution and t the target's for that slot:
+
+- ``ce``: -log q(token), the sample's own next token;
+- ``ce-argmax``: -log q(argmax t), for text that the target did not write;
+- ``kl-topk``: KL(t || q) over the k stored tokens and one bucket for all others;
+- ``kl-exact``: KL(t || q) over the whole vocabulary, t from the stored final state;
+- ``tv``: total variation, half the L1 distance of t and q: one minus the chance that sampling accepts.
+
+Weights, per slot (``loss.weights``): ``exp`` is exp(-(k-1)/gamma), arXiv 2602.06036; ``dpace`` is
+w_j = sum over m >= j of prod over i <= m of (1-a) q_i(token) + a with a = 1/2, detached, arXiv 2605.18810; or ``none``.
+
+What comes back is a *sum* over slots and the sum of the weights. The mean is taken over the whole step, all ranks and
+accumulated packs, by whoever calls: a mean of means would depend on how the step was cut.
+
+Shapes: N blocks, K = B - 1 slots, R rows that train, V vocabulary, H width, k stored logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from hscache.store.head import TargetHead
+
+Kind = Literal["ce", "ce-argmax", "kl-topk", "kl-exact", "tv"]
+Weights = Literal["exp", "dpace", "none"]
+_DPACE_ALPHA = 0.5
+_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Logits that exist at once; large enough that the matrix product is at full speed."""
+
+
+class Head:
+    """The target's frozen embedding and head on the training device.
+
+    Args:
+        target: From the store.
+        device: Where to compute.
+        dtype: Type of the matrix product; logits are float32 afterwards.
+    """
+
+    def __init__(self, target: TargetHead, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.embed_VH = target.embed.to(device)
+        self.lm_head_VH = target.lm_head.to(device, dtype)
+        self.scale, self.softcap = float(target.facts["head"]["scale"]), target.facts["head"]["softcap"]
+        self.vocab_size = self.lm_head_VH.shape[0]
+
+    def logits(self, x_RH: Tensor) -> Tensor:
+        """Return float32 [R, V] as the target itself would make them of its final states."""
+        with torch.autocast(x_RH.device.type, enabled=False):
+            logits = (x_RH.to(self.lm_head_VH.dtype) @ self.lm_head_VH.T).float()
+        logits = logits if self.scale == 1.0 else logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+@dataclass(frozen=True)
+class SlotTargets:
+    """What the slots of N blocks should say.
+
+    Attributes:
+        tokens_NK: int64, the sample's token of each slot, -1 where nothing trains.
+        rows_NK: int64, row of the tables below that holds the target's distribution of that token.
+        top_ids: int32 [rows, k], most likely first; for ``kl-topk`` and ``ce-argmax``.
+        top_logprobs: float [rows, k].
+        final_states: [rows, H]; for ``kl-exact`` and ``tv``.
+    """
+
+    tokens_NK: Tensor
+    rows_NK: Tensor
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    final_states: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """Sums over the slots that train; on the device.
+
+    Attributes:
+        loss_sum: Weighted sum of losses; differentiable.
+        weight_sum: Sum of the weights.
+        correct_NK: bool, the drafter's most likely token is the sample's; False where nothing trains.
+        trained_NK: bool, where something trains.
+    """
+
+    loss_sum: Tensor
+    weight_sum: Tensor
+    correct_NK: Tensor
+    trained_NK: Tensor
+
+
+def default_gamma(block_size: int) -> float:
+    """Return the decay that the paper gives for the nearest block size: 7, 5, 4 for 16, 10, 8."""
+    return {16: 7.0, 10: 5.0, 8: 4.0}[min((16, 10, 8), key=lambda size: abs(size - block_size))]
+
+
+def head_loss(
+    hidden_NKH: Tensor, head: Head, targets: SlotTargets, *, kind: Kind, weights: Weights, gamma: float
+) -> BlockLoss:
+    """Return loss and weight of all slots, chunk by chunk.
+
+    Args:
+        hidden_NKH: What the drafter gives for slots 1 .. B-1.
+        head: Frozen head.
+        targets: What the slots should say.
+        kind: See the module's text.
+        weights: See the module's text.
+        gamma: Of the weights ``exp``, in slots.
+    """
+    trained_NK = targets.tokens_NK >= 0
+    correct_NK = torch.zeros_like(trained_NK)
+    differentiable = hidden_NKH.requires_grad and torch.is_grad_enabled()
+    grad_NKH = torch.zeros_like(hidden_NKH) if differentiable else None
+    zero = torch.zeros((), dtype=torch.float32, device=hidden_NKH.device)
+    loss_sum, weight_sum = zero.clone(), zero.clone()
+    for some in _chunks(hidden_NKH, head.vocab_size):
+        trained = trained_NK[some]
+        if not trained.any():
+            continue
+        tokens_R, rows_R = targets.tokens_NK[some][trained], targets.rows_NK[some][trained]
+        x_RH = hidden_NKH[some].detach()[trained].requires_grad_(differentiable)
+        with torch.set_grad_enabled(differentiable):
+            logits_RV = head.logits(x_RH)
+            losses_R = _losses(logits_RV, tokens_R, rows_R, head, targets, kind)
+        w_R = _weights(logits_RV, tokens_R, trained, weights, gamma)
+        correct_NK[some] = correct_NK[some].masked_scatter(trained, logits_RV.detach().argmax(-1) == tokens_R)
+        with torch.set_grad_enabled(differentiable):
+            part = (losses_R * w_R).sum()
+        if grad_NKH is not None:
+            (grad_RH,) = torch.autograd.grad(part, x_RH)
+            grad_NKH[some] = grad_NKH[some].masked_scatter(trained[..., None], grad_RH.to(grad_NKH.dtype))
+        loss_sum += part.detach()
+        weight_sum += w_R.sum()
+    if grad_NKH is not None:
+        loss_sum = _WithGradient.apply(hidden_NKH, loss_sum, grad_NKH)
+    return BlockLoss(loss_sum, weight_sum, correct_NK, trained_NK)
+
+
+class _WithGradient(torch.autograd.Function):
+    """Pass on a value whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, value: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = ctx.saved_tensors
+        return grad * grad_outputs[0], None, None
+
+
+def _chunks(hidden_NKH: Tensor, vocab_size: int) -> Iterator[slice]:
+    N, K, _ = hidden_NKH.shape
+    budget = _CHUNK_ELEMENTS["cuda" if hidden_NKH.is_cuda else "cpu"]
+    step = max(1, budget // (vocab_size * K))
+    return (slice(n, n + step) for n in range(0, N, step))
+
+
+def _losses(
+    logits_RV: Tensor, tokens_R: Tensor, rows_R: Tensor, head: Head, targets: SlotTargets, kind: Kind
+) -> Tensor:
+    """Return float32 [R]."""
+    if kind == "ce":
+        return F.cross_entropy(logits_RV, tokens_R, reduction="none")
+    if kind == "ce-argmax":
+        assert targets.top_ids is not None
+        return F.cross_entropy(logits_RV, targets.top_ids[rows_R, 0].long(), reduction="none")
+    if kind == "kl-topk":
+        assert targets.top_ids is not None
+        assert targets.top_logprobs is not None
+        return _kl_topk(logits_RV, targets.top_ids[rows_R].long(), targets.top_logprobs[rows_R].float())
+    assert targets.final_states is not None
+    with torch.no_grad():
+        log_t_RV = head.logits(targets.final_states[rows_R]).log_softmax(-1)
+    log_q_RV = logits_RV.log_softmax(-1)
+    if kind == "kl-exact":
+        return F.kl_div(log_q_RV, log_t_RV, reduction="none", log_target=True).sum(-1)
+    return (log_t_RV.exp() - log_q_RV.exp()).abs().sum(-1) / 2
+
+
+def _kl_topk(logits_RV: Tensor, ids_Rk: Tensor, log_t_Rk: Tensor) -> Tensor:
+    """Return KL over the stored tokens and one bucket that holds the rest of either distribution."""
+    log_q_Rk = logits_RV.gather(1, ids_Rk) - logits_RV.logsumexp(-1, keepdim=True)
+    kl_R = (log_t_Rk.exp() * (log_t_Rk - log_q_Rk)).sum(-1)
+    rest_t_R = _rest(log_t_Rk)
+    return kl_R + rest_t_R * (rest_t_R.log() - _rest(log_q_Rk).log())
+
+
+def _rest(logprobs_Rk: Tensor) -> Tensor:
+    # stored as float16, k tokens can sum to a little more than one
+    return (1 - logprobs_Rk.exp().sum(-1)).clamp_min(1e-6)
+
+
+@torch.no_grad()
+def _weights(logits_RV: Tensor, tokens_R: Tensor, trained_nK: Tensor, weights: Weights, gamma: float) -> Tensor:
+    """Return float32 [R], the weight of every slot that trains."""
+    slot = torch.arange(trained_nK.shape[1], device=trained_nK.device)
+    if weights == "none":
+        return torch.ones(len(tokens_R), device=trained_nK.device)
+    if weights == "exp":
+        return torch.exp(-slot.float() / gamma).expand_as(trained_nK)[trained_nK]
+    p_R = torch.exp(-F.cross_entropy(logits_RV, tokens_R, reduction="none"))
+    q_nK = torch.zeros(trained_nK.shape, device=p_R.device)
+    q_nK[trained_nK] = (1 - _DPACE_ALPHA) * p_R + _DPACE_ALPHA
+    reach_nK = q_nK.cumprod(1)  # zero behind the block's end, so these slots add nothing
+    return reach_nK.flip(1).cumsum(1).flip(1)[trained_nK]
+
+
+def logit_std(hidden_RH: Tensor, head: Head) -> float:
+    """Return the standard deviation of the logits of a few states, over the vocabulary; for the calibrated start."""
+    with torch.no_grad():
+        std = float(head.logits(hidden_RH).std(-1).mean())
+    assert math.isfinite(std)
+    return std
