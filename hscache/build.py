@@ -11,21 +11,18 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from hscache.checks import CodecError, Health
 from hscache.claim import claim, now, refuse_foreign, store_document
-from hscache.console import Progress, say, size
+from hscache.console import Interrupted, Progress, say, size, stop_on_signal
 from hscache.corpus.readers import read_corpus
 from hscache.errors import ConflictError, EnvironmentFault
 from hscache.manifest import BuildManifest
@@ -47,18 +44,6 @@ if TYPE_CHECKING:
 
 _BATCHES_IN_FLIGHT = 2
 _FREE_MARGIN_BYTES = 256 << 20
-
-
-class Interrupted(Exception):
-    """A signal asked the build to stop; the store is resumable.
-
-    Args:
-        signum: Signal number.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
 
 
 @dataclass
@@ -396,30 +381,6 @@ def _until_stopped(rows: Iterable[CorpusRow], stop: list[int]) -> Iterator[Corpu
         if stop:
             raise Interrupted(stop[0])
         yield row
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[list[int]]:
-    """Turn the first SIGINT or SIGTERM into an entry of the list; the second acts as ever."""
-    stop: list[int] = []
-
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        if stop:
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
-        stop.append(signum)
-        say("stopping after this batch; once more to stop at once")
-
-    try:
-        previous = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are the caller's affair
-        yield stop
-        return
-    try:
-        yield stop
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
 
 
 def _fill_report(report: BuildReport, index: Any, paths: StorePaths) -> None:

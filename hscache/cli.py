@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hscache import __version__
-from hscache.console import emit_json, run_command, say
+from hscache.console import Interrupted, emit_json, run_command, say
 
 if TYPE_CHECKING:
     from hscache.manifest import BuildManifest
@@ -167,7 +167,7 @@ def build(
     """
     from dataclasses import asdict
 
-    from hscache.build import Interrupted, KernelPolicy
+    from hscache.build import KernelPolicy
     from hscache.build import build as run_build
     from hscache.report import print_build
 
@@ -275,7 +275,6 @@ def convert(
     """
     from dataclasses import asdict
 
-    from hscache.build import Interrupted
     from hscache.convert import Change
     from hscache.convert import convert as run_convert
     from hscache.report import print_convert

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from hscache.errors import EnvironmentFault, HscacheError
@@ -88,6 +92,42 @@ def duration(seconds: float) -> str:
     if s < 60:
         return f"{s}s"
     return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
+
+
+class Interrupted(Exception):
+    """A signal asked the work to stop; what was begun can be resumed.
+
+    Args:
+        signum: Signal number.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[list[int]]:
+    """Turn the first SIGINT or SIGTERM into an entry of the list; the second acts as ever."""
+    stop: list[int] = []
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        if stop:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        stop.append(signum)
+        say("stopping as soon as what is in work is safe; once more to stop at once")
+
+    try:
+        previous = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: signals are the caller's affair
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 class Progress:

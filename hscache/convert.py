@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hscache
-from hscache.build import Interrupted, require_space, stop_on_signal
+from hscache.build import require_space
 from hscache.checks import CodecError, Health, RowErrors, RowStats, compare_rows, kl_nats, reduce_rows, spread
 from hscache.claim import claim, now, refuse_foreign
-from hscache.console import Progress, say
+from hscache.console import Interrupted, Progress, say, stop_on_signal
 from hscache.errors import ConfigError, InputError
 from hscache.manifest import BuildManifest, Codec, parse_manifest
 from hscache.plan import Plan, manifest_specs

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
@@ -44,11 +44,13 @@ Taps = Annotated[tuple[Annotated[int, Strict(), Field(ge=0)], ...], Strict(False
 Codec = Literal["raw", "lz4", "zstd", "int8", "int4"]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A table of a manifest: frozen, strict, without unknown keys."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class TargetShape(_Section):
+class TargetShape(Section):
     """Facts of the target that a plan needs; declared so that a plan needs no checkpoint, checked when there is one."""
 
     num_layers: int = Field(gt=0)
@@ -56,7 +58,7 @@ class TargetShape(_Section):
     vocab_size: int = Field(gt=0)
 
 
-class TargetSpec(_Section):
+class TargetSpec(Section):
     """The frozen model whose states are cached."""
 
     path: str
@@ -70,7 +72,7 @@ class TargetSpec(_Section):
     shape: TargetShape | None = None
 
 
-class StatesSpec(_Section):
+class StatesSpec(Section):
     """Which states are kept."""
 
     taps: Taps | Literal["default"]
@@ -79,21 +81,21 @@ class StatesSpec(_Section):
     """Keep the state after the final norm, from which ``target/`` recomputes exact logits."""
 
 
-class LogitsSpec(_Section):
+class LogitsSpec(Section):
     """Which target distribution is kept beside the states."""
 
     topk: int = Field(default=64, ge=0)
     """Log-probabilities kept for each supervised token, with the logsumexp; 0 keeps none."""
 
 
-class CorpusSpec(_Section):
+class CorpusSpec(Section):
     """The tokenized completions."""
 
     path: str
     """Parquet, JSONL(.gz) or ``save_to_disk`` directory with ``input_ids`` and ``loss_mask``."""
 
 
-class LimitsSpec(_Section):
+class LimitsSpec(Section):
     """What a row must satisfy, and how many tokens one forward pass takes."""
 
     max_tokens: int = Field(default=4096, gt=1)
@@ -104,7 +106,7 @@ class LimitsSpec(_Section):
     """Padded tokens of one forward pass; part of the plan, since it decides which samples share a batch."""
 
 
-class StoreSpec(_Section):
+class StoreSpec(Section):
     """How states are written."""
 
     codec: Codec = "raw"
@@ -115,7 +117,7 @@ class StoreSpec(_Section):
     """Rows of one Zarr chunk: the unit of checksum and compression."""
 
 
-class BuildManifest(_Section):
+class BuildManifest(Section):
     """All that decides the content of a store."""
 
     target: TargetSpec
@@ -126,11 +128,20 @@ class BuildManifest(_Section):
     store: StoreSpec = StoreSpec()
 
 
+M = TypeVar("M", bound=BaseModel)
+
+
 def load_manifest(path: Path, overrides: Sequence[str] = ()) -> BuildManifest:
-    """Read a build manifest.
+    """Read a build manifest; see :func:`load_toml`."""
+    return load_toml(path, BuildManifest, overrides)
+
+
+def load_toml(path: Path, model: type[M], overrides: Sequence[str] = ()) -> M:
+    """Read a manifest of any kind.
 
     Args:
         path: TOML file.
+        model: Its fields.
         overrides: ``key.path=value`` strings, applied in order.
 
     Raises:
@@ -141,27 +152,33 @@ def load_manifest(path: Path, overrides: Sequence[str] = ()) -> BuildManifest:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            "manifest-missing", f"{path}: {error.strerror}", hint="the shipped ones are in manifests/build/"
+            "manifest-missing", f"{path}: {error.strerror}", hint="the shipped ones are in manifests/"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("manifest-syntax", f"{path}: not TOML: {error}") from error
     for text in overrides:
         _override(raw, text)
-    return parse_manifest(raw, str(path))
+    return check_fields(raw, model, str(path))
 
 
 def parse_manifest(raw: Mapping[str, Any], where: str) -> BuildManifest:
-    """Check a mapping against the manifest's fields.
+    """Check a mapping against a build manifest's fields; see :func:`check_fields`."""
+    return check_fields(raw, BuildManifest, where)
+
+
+def check_fields(raw: Mapping[str, Any], model: type[M], where: str) -> M:
+    """Check a mapping against a manifest's fields.
 
     Args:
         raw: What TOML or JSON gave.
+        model: The fields.
         where: Named in errors.
 
     Raises:
         ConfigError: ``manifest-unknown-key`` or ``manifest-value``, for the first fault found.
     """
     try:
-        return BuildManifest.model_validate(dict(raw))
+        return model.model_validate(dict(raw))
     except ValidationError as error:
         faults = error.errors(include_url=False)
         # an unknown key is the likelier cause when a typo also leaves a required key missing: report it first
@@ -170,7 +187,9 @@ def parse_manifest(raw: Mapping[str, Any], where: str) -> BuildManifest:
         # pydantic puts the names of union members between the keys: keep what a user typed
         key = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
         if fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(fault["loc"][-1]), _fields_at(fault["loc"][:-1]), n=1, cutoff=0.4)
+            near = difflib.get_close_matches(
+                str(fault["loc"][-1]), _fields_at(model, fault["loc"][:-1]), n=1, cutoff=0.4
+            )
             prefix = ".".join(str(part) for part in fault["loc"][:-1])
             hint = f"did you mean {'.'.join(filter(None, [prefix, near[0]]))}?" if near else "see manifests/README.md"
             raise ConfigError("manifest-unknown-key", f"{where}: unknown key {key}{more}", hint=hint) from error
@@ -181,7 +200,7 @@ def parse_manifest(raw: Mapping[str, Any], where: str) -> BuildManifest:
         ) from error
 
 
-def to_toml(manifest: BuildManifest) -> str:
+def to_toml(manifest: BaseModel) -> str:
     """Return the resolved manifest as TOML, every default written out."""
     lines: list[str] = []
     for section, fields in manifest.model_dump(mode="json").items():
@@ -229,8 +248,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     node[parts[-1]] = parsed
 
 
-def _fields_at(loc: Sequence[int | str]) -> list[str]:
-    model: type[BaseModel] = BuildManifest
+def _fields_at(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
     for part in loc:
         annotation = model.model_fields[str(part)].annotation
         candidates = [annotation, *getattr(annotation, "__args__", ())]

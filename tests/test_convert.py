@@ -12,8 +12,8 @@ import torch
 
 import hscache
 from hscache import convert as module
-from hscache.build import Interrupted
 from hscache.cli import main
+from hscache.console import Interrupted
 from hscache.convert import Change, convert
 from hscache.errors import HscacheError
 from hscache.store import lossy

@@ -143,7 +143,7 @@ def head_loss(
         loss_sum += part.detach()
         weight_sum += w_R.sum()
     if grad_NKH is not None:
-        loss_sum = _WithGradient.apply(hidden_NKH, loss_sum, grad_NKH)
+        loss_sum = _WithGradient.apply(hidden_NKH, loss_sum, grad_NKH)  # type: ignore[no-untyped-call]
     return BlockLoss(loss_sum, weight_sum, correct_NK, trained_NK)
 
 

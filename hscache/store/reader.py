@@ -227,6 +227,16 @@ class Store:
         arrays |= decoded(arrays, self.specs.values())
         return _give_sample(self.sample_ids[i], self.tags[i], arrays, positions, kind)
 
+    def loss_mask(self, i: int) -> NDArray[np.uint8]:
+        """Return the loss mask of a sample, uint8 [n], without reading its states.
+
+        Raises:
+            InputError: ``sample-unknown``.
+            IntegrityError: ``store-damaged``.
+        """
+        i, stop = self._resolve(i, 0, None)
+        return self._read(i, "loss_mask", self._token_rows(i, 0, stop))
+
     def check_digest(self, i: int) -> None:
         """Compare all bytes of a sample with the digest taken when it was captured.
 

@@ -1,0 +1,265 @@
+"""Checkpoints of a run: whole or absent, without pickle, and enough to go on bit by bit.
+
+::
+
+    RUN/
+      manifest.json               the resolved training manifest and which store it reads; never changed
+      metrics.jsonl               one line a logged step or validation
+      skipped.jsonl               samples that could not be read, if any
+      best.json                   the checkpoint with the best validation tau
+      checkpoints/step-000500/
+        drafter.safetensors       float32 weights, named as the serving engines name them
+        drafter.json              shape of the drafter, provenance
+        optimizer.safetensors     moments by parameter name
+        state.json                step, data position and counters, and digests of the other files
+
+A checkpoint is written beside its place, synced and renamed. Order, anchors and noise are functions of the seed and
+the step, so no random state is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from hscache.errors import ConflictError, InputError, IntegrityError
+from hscache.store.durable import Staging, disk_errors, publish_directory, replace_file, write_file
+from hscache.store.layout import canonical_json
+from trainer.drafter import Drafter, DrafterConfig
+
+_WEIGHTS, _SHAPE, _OPTIMIZER, _STATE = "drafter.safetensors", "drafter.json", "optimizer.safetensors", "state.json"
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Where the parts of a run lie."""
+
+    root: Path
+
+    @property
+    def manifest(self) -> Path:
+        """Resolved manifest and store."""
+        return self.root / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def skipped(self) -> Path:
+        """Samples that could not be read."""
+        return self.root / "skipped.jsonl"
+
+    @property
+    def best(self) -> Path:
+        """Names the best checkpoint."""
+        return self.root / "best.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """All checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def staging(self) -> Path:
+        """Work in progress."""
+        return self.root / "staging"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, ascending."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*"))
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of a step's checkpoint."""
+        return self.checkpoints / f"step-{step:06d}"
+
+
+def claim_run(paths: RunPaths, document: dict[str, Any]) -> None:
+    """Begin a run, or take up one that was begun with the same manifest and store.
+
+    Args:
+        paths: The run.
+        document: JSON-plain; ``manifest`` and ``store``.
+
+    Raises:
+        ConflictError: ``run-other-manifest``, naming the fields that differ.
+    """
+    with disk_errors(paths.root):
+        paths.root.mkdir(parents=True, exist_ok=True)
+        text = canonical_json(document)
+        if not paths.manifest.exists():
+            with Staging(paths.staging) as staging:
+                replace_file(paths.manifest, text, staging.path)
+            return
+    before = json.loads(paths.manifest.read_bytes())
+    differing = list(_differences(before, json.loads(text)))
+    if differing:
+        raise ConflictError(
+            "run-other-manifest",
+            f"{paths.root}: this run was begun otherwise: {'; '.join(differing[:5])}",
+            hint="take another --out, or the old manifest and store",
+        )
+
+
+def save_checkpoint(
+    paths: RunPaths,
+    step: int,
+    weights: dict[str, Tensor],
+    config: DrafterConfig,
+    provenance: dict[str, Any],
+    optimizer: dict[str, Tensor],
+    state: dict[str, Any],
+) -> Path:
+    """Write a checkpoint; one that exists for the step is kept as it is.
+
+    Args:
+        paths: The run.
+        step: Steps done.
+        weights: State of the drafter, on the CPU.
+        config: Its shape.
+        provenance: JSON-plain; goes into ``drafter.json``.
+        optimizer: Tensors by "name of parameter/name of moment".
+        state: JSON-plain counters.
+
+    Raises:
+        EnvironmentFault: ``disk-full``, ``disk-error``.
+    """
+    from safetensors.torch import save
+
+    destination = paths.checkpoint(step)
+    with disk_errors(paths.root), Staging(paths.staging) as staging:
+        paths.checkpoints.mkdir(exist_ok=True)
+        folder = staging.path / "checkpoint"
+        folder.mkdir()
+        shape = {"drafter": asdict(config), "provenance": provenance, "step": step}
+        files = {_WEIGHTS: save(weights), _OPTIMIZER: save(optimizer), _SHAPE: canonical_json(shape)}
+        digests = {name: xxhash.xxh3_128_hexdigest(data) for name, data in files.items()}
+        files[_STATE] = canonical_json({**state, "step": step, "files": digests})
+        for name, data in files.items():
+            write_file(folder / name, data)
+        publish_directory(folder, destination)
+    return destination
+
+
+def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Return weights, optimizer tensors and counters of a checkpoint, compared with their digests.
+
+    Raises:
+        IntegrityError: ``checkpoint-damaged``.
+    """
+    from safetensors.torch import load
+
+    try:
+        state = json.loads((folder / _STATE).read_bytes())
+        data = {name: (folder / name).read_bytes() for name in state["files"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(folder, str(error)) from error
+    for name, digest in state["files"].items():
+        if xxhash.xxh3_128_hexdigest(data[name]) != digest:
+            raise _damaged(folder, f"{name} differs from its digest")
+    return load(data[_WEIGHTS]), load(data[_OPTIMIZER]), state
+
+
+def load_drafter(path: Path) -> tuple[Drafter, dict[str, Any]]:
+    """Load a trained drafter in float32.
+
+    Args:
+        path: A checkpoint's folder; or a run's, for its best checkpoint, or its last when none was validated.
+
+    Returns:
+        The drafter, and ``drafter.json``.
+
+    Raises:
+        InputError: ``not-a-checkpoint``.
+        IntegrityError: ``checkpoint-damaged``.
+    """
+    from safetensors.torch import load
+
+    folder = _resolve(path)
+    weights, _, _ = load_state(folder)
+    try:
+        facts = json.loads((folder / _SHAPE).read_bytes())
+        shape = {key: tuple(value) if isinstance(value, list) else value for key, value in facts["drafter"].items()}
+        with torch.device("meta"):
+            drafter = Drafter(DrafterConfig(**shape))
+        drafter.load_state_dict(weights, assign=True)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise _damaged(folder, str(error)) from error
+    del load
+    return drafter, {**facts, "path": str(folder)}
+
+
+def keep_best(paths: RunPaths, step: int, tau: float) -> bool:
+    """Record a validation; return whether it is the best so far.
+
+    Args:
+        paths: The run.
+        step: Its step, which has a checkpoint.
+        tau: Validation tau.
+    """
+    best = json.loads(paths.best.read_bytes()) if paths.best.exists() else None
+    if best is not None and best["tau"] >= tau:
+        return False
+    with disk_errors(paths.root), Staging(paths.staging) as staging:
+        replace_file(paths.best, canonical_json({"step": step, "tau": tau}), staging.path)
+    return True
+
+
+def drop_old(paths: RunPaths, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints and the best one."""
+    best = {json.loads(paths.best.read_bytes())["step"]} if paths.best.exists() else set()
+    for step in paths.steps()[:-keep]:
+        if step not in best:
+            shutil.rmtree(paths.checkpoint(step))
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines of a JSONL file that lie behind a step: they will be written again."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # a kill may have cut the last line
+        whole = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        path.write_text("".join(whole), encoding="utf-8")
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append a JSON object as one line."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _resolve(path: Path) -> Path:
+    run = RunPaths(path)
+    if (path / _STATE).exists():
+        return path
+    steps = run.steps()
+    if not steps:
+        raise InputError(
+            "not-a-checkpoint", f"{path}: neither a checkpoint nor a run with one", hint="hstrain fit writes them"
+        )
+    if run.best.exists() and (step := json.loads(run.best.read_bytes())["step"]) in steps:
+        return run.checkpoint(step)
+    return run.checkpoint(steps[-1])
+
+
+def _differences(before: Any, now: Any, where: str = "") -> Iterable[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from _differences(before.get(key), now.get(key), f"{where}.{key}" if where else key)
+    elif before != now:
+        yield f"{where} was {before!r}, is {now!r}"
+
+
+def _damaged(folder: Path, what: str) -> IntegrityError:
+    return IntegrityError(
+        "checkpoint-damaged", f"{folder}: {what}", hint="remove this checkpoint; the one before it is used then"
+    )

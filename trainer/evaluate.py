@@ -1,0 +1,192 @@
+"""How well a drafter predicts, from the cache alone.
+
+Every supervised position of a held-out sample that can be an anchor is drafted from, so one pass gives both averages:
+
+- ``tau``, the serving walk: begin at the first token of the target's turn, draft, jump by what was accepted plus the
+  token that the target adds, repeat; tokens per step. Live greedy decoding makes the same steps.
+- ``tau_all``: the mean over every anchor. Another number: the walk visits anchors that follow a miss, which are harder.
+
+``streak`` is the number of leading slots that agree with the sample, and what a step yields is streak + 1, but never
+more than the turn has left, as in serving. Samples are scored one by one; nothing is sampled but the bootstrap.
+
+Shapes: N anchors, K = B - 1 slots, m candidates a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hscache.store.reader import Sample, Store
+from trainer.anchors import anchor_candidates, random_of
+from trainer.data import PackBuilder, PackShape
+from trainer.ddtree import accepted_lengths
+from trainer.drafter import Drafter, block_inputs
+from trainer.losses import Head
+from trainer.masks import Backend
+
+_CHUNK_ANCHORS = 256
+_BOOTSTRAPS = 1000
+
+
+@dataclass(frozen=True)
+class SampleScore:
+    """What a drafter predicts from every anchor of a sample.
+
+    Attributes:
+        sample_id: The sample.
+        tag: Its tag.
+        anchors_N: int64 positions.
+        left_N: int64 tokens that the turn has behind each anchor, at least 1.
+        correct_NK: bool, slot k says token anchor + k; False behind the turn's end.
+        tree: Nodes of a DDTree -> int64 [N] drafted tokens accepted.
+    """
+
+    sample_id: str
+    tag: str | None
+    anchors_N: NDArray[np.int64]
+    left_N: NDArray[np.int64]
+    correct_NK: NDArray[np.bool_]
+    tree: dict[int, NDArray[np.int64]]
+
+    @property
+    def streak_N(self) -> NDArray[np.int64]:
+        """int64 [N]: leading slots that are right."""
+        return np.logical_and.accumulate(self.correct_NK, 1).sum(1)  # type: ignore[no-any-return]
+
+    def walk(self, accepted_N: NDArray[np.int64]) -> list[int]:
+        """Return what each step of serving yields, in tokens.
+
+        Args:
+            accepted_N: Drafted tokens that are accepted at each anchor.
+        """
+        yields = np.minimum(accepted_N + 1, self.left_N).tolist()
+        left, steps, n = self.left_N.tolist(), [], 0
+        while n < len(yields):
+            steps.append(yields[n])
+            # anchors of a turn are consecutive; the turn's last token is none, so a finished turn leads to the next one
+            n += min(yields[n], left[n])
+        return steps
+
+
+@torch.no_grad()
+def score_sample(
+    drafter: Drafter, head: Head, sample: Sample, *, backend: Backend = "sdpa", trees: Sequence[int] = ()
+) -> SampleScore:
+    """Draft from every anchor of a sample.
+
+    Args:
+        drafter: On the head's device.
+        head: The target's.
+        sample: A whole sample with the drafter's taps, in their order; of kind ``torch``.
+        backend: Attention.
+        trees: Node numbers of the DDTrees to score.
+    """
+    config = drafter.config
+    anchors = anchor_candidates(sample.loss_mask.numpy())
+    left = _left(sample.loss_mask.numpy(), anchors)
+    correct, tree = [np.zeros((0, config.block_size - 1), np.bool_)], {n: [np.zeros(0, np.int64)] for n in trees}
+    device = head.embed_VH.device
+    for first in range(0, len(anchors), _CHUNK_ANCHORS):
+        builder = PackBuilder(PackShape(config.taps, config.block_size))
+        builder.add(sample, anchors[first : first + _CHUNK_ANCHORS])
+        pack = builder.pack(len(config.taps), config.hidden_size).to(device)
+        inputs = block_inputs(pack.anchor_ids_N, head.embed_VH, config)
+        blocks = pack.blocks(config.block_size, backend)
+        hidden_NBH = drafter(pack.states_TLH, pack.positions_T, inputs, blocks).unflatten(0, (-1, config.block_size))
+        tokens_NK = pack.targets.tokens_NK
+        ids_NKm, logprobs_NKm = _top(hidden_NBH[:, 1:], head, max([1, *trees]))
+        correct.append((ids_NKm[..., 0] == tokens_NK).cpu().numpy())
+        for n in trees:
+            tree[n].append(accepted_lengths(ids_NKm.cpu().numpy(), logprobs_NKm.cpu().numpy(), tokens_NK.cpu().numpy(), n))
+    joined = {n: np.concatenate(parts) for n, parts in tree.items()}
+    return SampleScore(sample.sample_id, sample.tag, anchors, left, np.concatenate(correct), joined)
+
+
+def score_store(
+    drafter: Drafter,
+    head: Head,
+    store: Store,
+    numbers: Iterable[int],
+    *,
+    backend: Backend = "sdpa",
+    trees: Sequence[int] = (),
+) -> list[SampleScore]:
+    """Score samples of a store; see :func:`score_sample`."""
+    buffers = store.buffers(taps=len(drafter.config.taps))
+    return [
+        score_sample(
+            drafter,
+            head,
+            store.sample(i, taps=drafter.config.taps, out=buffers),
+            backend=backend,
+            trees=trees,
+        )
+        for i in numbers
+    ]
+
+
+def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
+    """Return the field's figures over samples, JSON-plain.
+
+    Keys: ``tau`` with its 95 % ``tau_interval`` (bootstrap over samples), ``tau_all``, ``streak``, ``acc`` (per slot, 1
+    first), ``full_block`` (rate of blocks accepted whole, among those that the turn leaves room for), ``histogram`` of
+    walk steps by yield, ``ddtree`` (nodes -> walk tau with trees), ``samples``, ``anchors``.
+    """
+    scores = [score for score in scores if len(score.anchors_N)]
+    if not scores:
+        return {"samples": 0, "anchors": 0}
+    K = scores[0].correct_NK.shape[1]
+    walks = [score.walk(score.streak_N) for score in scores]
+    correct, left = (np.concatenate([getattr(s, name) for s in scores]) for name in ("correct_NK", "left_N"))
+    streak = np.concatenate([score.streak_N for score in scores])
+    there = np.arange(K) < left[:, None]
+    whole = left >= K
+    steps = np.concatenate([np.array(walk) for walk in walks])
+    return {
+        "tau": _tau(walks),
+        "tau_interval": _interval(walks),
+        "tau_all": float(np.minimum(streak + 1, left).mean()),
+        "streak": float(streak.mean()),
+        "acc": [float(correct[there[:, k], k].mean()) if there[:, k].any() else None for k in range(K)],
+        "full_block": float((streak[whole] == K).mean()) if whole.any() else None,
+        "histogram": np.bincount(steps, minlength=K + 2)[1:].tolist(),
+        "ddtree": {str(n): _tau([score.walk(score.tree[n]) for score in scores]) for n in scores[0].tree},
+        "samples": len(scores),
+        "anchors": len(left),
+    }
+
+
+def _tau(walks: Sequence[Sequence[int]]) -> float:
+    return sum(map(sum, walks)) / sum(map(len, walks))
+
+
+def _interval(walks: Sequence[Sequence[int]]) -> list[float]:
+    """Return the 95 % interval of tau when samples are drawn again with replacement."""
+    tokens, steps = (np.array([of(walk) for walk in walks]) for of in (sum, len))
+    draws = random_of("bootstrap", len(walks)).integers(len(walks), size=(_BOOTSTRAPS, len(walks)))
+    taus = tokens[draws].sum(1) / steps[draws].sum(1)
+    return [float(q) for q in np.quantile(taus, (0.025, 0.975))]
+
+
+def _left(loss_mask: NDArray[np.uint8], anchors: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many supervised tokens follow each anchor without a gap."""
+    ends = np.flatnonzero((loss_mask != 0) & np.append(loss_mask[1:] == 0, True))
+    return ends[np.searchsorted(ends, anchors)] - anchors
+
+
+def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and log-probabilities [N, K, m] of the most likely tokens of each slot."""
+    N, K, _ = hidden_NKH.shape
+    rows = max(1, (1 << 22) // head.vocab_size)
+    ids, logprobs = [], []
+    for x_RH in hidden_NKH.flatten(0, 1).split(rows):
+        logits = head.logits(x_RH)
+        best, which = logits.topk(min(m, head.vocab_size), -1)
+        logprobs.append(best - logits.logsumexp(-1, keepdim=True) if m > 1 else best)
+        ids.append(which)
+    return torch.cat(ids).view(N, K, -1), torch.cat(logprobs).view(N, K, -1)

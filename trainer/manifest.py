@@ -1,0 +1,211 @@
+"""The declaration of a training run: TOML in ``manifests/train/``, read into frozen, strict models.
+
+It says what is trained and how; where it runs (store, output, device, processes) is told on the command line. What the
+store settles already, the target's shape and the taps, need not be repeated. Every field is explained in
+``manifests/README.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict
+
+from hscache.errors import ConfigError
+from hscache.manifest import Section, Taps, load_toml
+from trainer.drafter import DrafterConfig, LayerType
+from trainer.losses import Kind, Weights, default_gamma
+
+Number = Annotated[float, Strict(False)]
+"""A float that may be written as a whole number; text such as ``"6e-4"`` is refused."""
+Fraction = Annotated[float, Strict(False), Field(ge=0, lt=1)]
+
+
+class DrafterSpec(Section):
+    """The drafter's shape; width and vocabulary are the target's."""
+
+    layer_types: Annotated[tuple[LayerType, ...], Strict(False), Field(min_length=1)]
+    """One entry a layer: ``full_attention`` or ``sliding_attention``."""
+    intermediate_size: int = Field(gt=0)
+    """Width of the feed-forward layers."""
+    num_heads: int = Field(gt=0)
+    """Query heads."""
+    num_kv_heads: int = Field(gt=0)
+    """Key and value heads."""
+    head_dim: int = Field(gt=0, multiple_of=2)
+    """Width of a head."""
+    block_size: int = Field(gt=1)
+    """Anchor and drafted slots: B."""
+    mask_token_id: int = Field(ge=0)
+    """Input id of the drafted slots: an id of the target's vocabulary that its text does not use."""
+    taps: Taps | None = None
+    """Decoder blocks of the target that make the context; default: all that the store has."""
+    rope_theta: Number = Field(default=1e6, gt=0)
+    """Base of the drafter's own rotary embedding."""
+    rms_norm_eps: Number = Field(default=1e-6, gt=0)
+    """Epsilon of the norms."""
+    sliding_window: int | None = Field(default=None, gt=0)
+    """Tokens that a sliding layer sees."""
+    max_position_embeddings: int = Field(default=32768, gt=0)
+    """Written to exports."""
+    logit_std: Number = Field(default=0.25, ge=0)
+    """Calibrated start: standard deviation of the first logits; 0 starts with norms of one."""
+
+
+class DataSpec(Section):
+    """What is read, and how much of it makes a step."""
+
+    validation: Fraction = 0.05
+    """Share of the samples held out, chosen by a hash of their ids."""
+    max_tokens: int = Field(default=4096, gt=1)
+    """A longer sample is trained on a window of this length, drawn anew each epoch."""
+    pack_tokens: int = Field(default=4096, gt=1)
+    """Context tokens that go through the drafter together."""
+    packs_per_step: int = Field(default=1, gt=0)
+    """Packs of one optimizer step, shared among ranks; what a rank has more than one of, it accumulates."""
+    anchors: int = Field(default=512, gt=0)
+    """Blocks drawn from a sample, each epoch, at most."""
+    noise: Number = Field(default=0.0, ge=0)
+    """Normal noise on the drafter's copy of the context, relative to each state's RMS; never on targets."""
+    max_bad_samples: int = Field(default=10, ge=0)
+    """Unreadable samples that a run passes over, recorded in ``skipped.jsonl``, before it stops."""
+
+
+class LossSpec(Section):
+    """What a slot learns."""
+
+    kind: Kind = "ce"
+    """``ce``, ``ce-argmax``, ``kl-topk``, ``kl-exact`` or ``tv``."""
+    weights: Weights = "exp"
+    """Weight of a slot: ``exp``, ``dpace`` or ``none``."""
+    gamma: Annotated[float, Strict(False), Field(gt=0)] | None = None
+    """Decay of ``exp``, in slots; default 7, 5, 4 for a block size near 16, 10, 8."""
+
+
+class OptimSpec(Section):
+    """How weights move."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """``muon`` takes the matrices, and AdamW what is left."""
+    lr: Number = Field(default=6e-4, gt=0)
+    """Peak learning rate."""
+    weight_decay: Number = Field(default=0.0, ge=0)
+    """Decoupled weight decay of the matrices."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """``wsd`` decays over the last fifth."""
+    warmup: Fraction = 0.04
+    """Share of the steps."""
+    clip: Number = Field(default=1.0, gt=0)
+    """Largest norm of the gradient."""
+    epochs: int = Field(default=6, gt=0)
+    """Passes over the data."""
+    max_steps: int | None = Field(default=None, gt=0)
+    """Stop, and end the schedule, earlier or later than the epochs say."""
+
+
+class RunSpec(Section):
+    """How a run goes and what it leaves behind."""
+
+    seed: int = 0
+    """Of weights, order and anchors."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of matrix products; weights and optimizer are float32 in either case."""
+    log_every: int = Field(default=10, gt=0)
+    """Steps between lines."""
+    validate_every: int = Field(default=200, gt=0)
+    """Steps between validations; there is one at the beginning and one at the end, too."""
+    validation_samples: int = Field(default=64, gt=0)
+    """Held-out samples of a validation, at most."""
+    checkpoint_every: int = Field(default=500, gt=0)
+    """Steps between checkpoints; there is one at the end and at an interruption, too."""
+    keep: int = Field(default=2, gt=0)
+    """Checkpoints that stay, the best one not counted."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun: whole copies, or weights cut over the ranks (``fully_shard``)."""
+
+
+class TrainManifest(Section):
+    """All that decides a run."""
+
+    drafter: DrafterSpec
+    data: DataSpec = DataSpec()
+    loss: LossSpec = LossSpec()
+    optim: OptimSpec = OptimSpec()
+    run: RunSpec = RunSpec()
+
+    @property
+    def gamma(self) -> float:
+        """Decay of the slot weights."""
+        return self.loss.gamma or default_gamma(self.drafter.block_size)
+
+
+def load_train_manifest(path: Path, overrides: Sequence[str] = ()) -> TrainManifest:
+    """Read a training manifest.
+
+    Args:
+        path: TOML file.
+        overrides: ``key.path=value`` strings, applied in order.
+
+    Raises:
+        ConfigError: As :func:`hscache.manifest.load_toml`; ``manifest-value`` also for fields that contradict.
+    """
+    manifest = load_toml(path, TrainManifest, overrides)
+    drafter = manifest.drafter
+    sliding = "sliding_attention" in drafter.layer_types
+    faults = {
+        "drafter.num_heads: not a multiple of drafter.num_kv_heads": drafter.num_heads % drafter.num_kv_heads,
+        "drafter.sliding_window: needed by sliding layers": sliding and drafter.sliding_window is None,
+        "optim.name: muon needs whole matrices, which run.parallel = fsdp cuts": (
+            manifest.optim.name == "muon" and manifest.run.parallel == "fsdp"
+        ),
+    }
+    for fault, found in faults.items():
+        if found:
+            raise ConfigError("manifest-value", f"{path}: {fault}", hint="see manifests/README.md for every field")
+    return manifest
+
+
+def drafter_config(
+    spec: DrafterSpec, *, taps: Sequence[int], hidden_size: int, vocab_size: int, num_layers: int
+) -> DrafterConfig:
+    """Return the drafter's full shape.
+
+    Args:
+        spec: The manifest's part.
+        taps: Those of the store, used where the manifest names none.
+        hidden_size: Of the target.
+        vocab_size: Of the target.
+        num_layers: Of the target.
+
+    Raises:
+        ConfigError: ``taps-invalid`` for a tap that the store has not; ``manifest-value`` for a mask token outside the
+            vocabulary.
+    """
+    chosen = tuple(spec.taps or taps)
+    if not set(chosen) <= set(taps):
+        raise ConfigError("taps-invalid", f"drafter.taps {list(chosen)}: the store has {list(taps)}")
+    if spec.mask_token_id >= vocab_size:
+        raise ConfigError(
+            "manifest-value", f"drafter.mask_token_id: {spec.mask_token_id}, the target's vocabulary has {vocab_size}"
+        )
+    return DrafterConfig(
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        taps=chosen,
+        num_target_layers=num_layers,
+        layer_types=spec.layer_types,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=spec.block_size,
+        mask_token_id=spec.mask_token_id,
+        rope_theta=spec.rope_theta,
+        rms_norm_eps=spec.rms_norm_eps,
+        sliding_window=spec.sliding_window,
+        max_position_embeddings=spec.max_position_embeddings,
+    )
