@@ -102,7 +102,9 @@ def score_sample(
         ids_NKm, logprobs_NKm = _top(hidden_NBH[:, 1:], head, max([1, *trees]))
         correct.append((ids_NKm[..., 0] == tokens_NK).cpu().numpy())
         for n in trees:
-            tree[n].append(accepted_lengths(ids_NKm.cpu().numpy(), logprobs_NKm.cpu().numpy(), tokens_NK.cpu().numpy(), n))
+            tree[n].append(
+                accepted_lengths(ids_NKm.cpu().numpy(), logprobs_NKm.cpu().numpy(), tokens_NK.cpu().numpy(), n)
+            )
     joined = {n: np.concatenate(parts) for n, parts in tree.items()}
     return SampleScore(sample.sample_id, sample.tag, anchors, left, np.concatenate(correct), joined)
 
