@@ -68,6 +68,12 @@ CODES: dict[str, str] = {
     "store-other-kernels": "the store's shards were computed by another kernel path",
     "store-exists": "the output path holds something that is not this store",
     "export-exists": "the export's path exists already",
+    "run-other-manifest": "the training run was begun with another manifest or store",
+    # training
+    "not-a-checkpoint": "the path holds no checkpoint of a training run",
+    "checkpoint-damaged": "a checkpoint's file is missing or altered",
+    "too-many-bad-samples": "more samples than allowed could not be read while training",
+    "training-diverged": "loss or gradient is no number any more, or exploded",
     # format
     "format-version": "the store's format is newer than this version reads",
 }
@@ -113,6 +119,12 @@ class EnvironmentFault(HscacheError):
 
 class IntegrityError(HscacheError):
     """Stored bytes are not what was committed: run ``hscache verify``."""
+
+    exit_code = 1
+
+
+class TrainingFault(HscacheError):
+    """Training would go on in vain: change the manifest, or look at the samples named."""
 
     exit_code = 1
 

@@ -182,19 +182,15 @@ def load_drafter(path: Path) -> tuple[Drafter, dict[str, Any]]:
         InputError: ``not-a-checkpoint``.
         IntegrityError: ``checkpoint-damaged``.
     """
-    from safetensors.torch import load
-
     folder = _resolve(path)
     weights, _, _ = load_state(folder)
     try:
         facts = json.loads((folder / _SHAPE).read_bytes())
-        shape = {key: tuple(value) if isinstance(value, list) else value for key, value in facts["drafter"].items()}
         with torch.device("meta"):
-            drafter = Drafter(DrafterConfig(**shape))
+            drafter = Drafter(_config(facts["drafter"]))
         drafter.load_state_dict(weights, assign=True)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(folder, str(error)) from error
-    del load
     return drafter, {**facts, "path": str(folder)}
 
 
@@ -235,6 +231,11 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append a JSON object as one line."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _config(shape: dict[str, Any]) -> DrafterConfig:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in shape.items()}
+    return DrafterConfig(**fields)
 
 
 def _resolve(path: Path) -> Path:

@@ -114,7 +114,7 @@ class Attention(nn.Module):
         return mixed_QH
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

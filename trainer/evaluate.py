@@ -43,7 +43,8 @@ class SampleScore:
         anchors_N: int64 positions.
         left_N: int64 tokens that the turn has behind each anchor, at least 1.
         correct_NK: bool, slot k says token anchor + k; False behind the turn's end.
-        tree: Nodes of a DDTree -> int64 [N] drafted tokens accepted.
+        sizes: Nodes of the DDTrees that were scored.
+        tree_Ns: int64 [N, sizes], drafted tokens that each tree would have had accepted.
     """
 
     sample_id: str
@@ -51,10 +52,11 @@ class SampleScore:
     anchors_N: NDArray[np.int64]
     left_N: NDArray[np.int64]
     correct_NK: NDArray[np.bool_]
-    tree: dict[int, NDArray[np.int64]]
+    sizes: tuple[int, ...]
+    tree_Ns: NDArray[np.int64]
 
     @property
-    def streak_N(self) -> NDArray[np.int64]:
+    def streak(self) -> NDArray[np.int64]:
         """int64 [N]: leading slots that are right."""
         return np.logical_and.accumulate(self.correct_NK, 1).sum(1)  # type: ignore[no-any-return]
 
@@ -89,7 +91,7 @@ def score_sample(
     config = drafter.config
     anchors = anchor_candidates(sample.loss_mask.numpy())
     left = _left(sample.loss_mask.numpy(), anchors)
-    correct, tree = [np.zeros((0, config.block_size - 1), np.bool_)], {n: [np.zeros(0, np.int64)] for n in trees}
+    correct, tree = [np.zeros((0, config.block_size - 1), np.bool_)], [np.zeros((0, len(trees)), np.int64)]
     device = head.embed_VH.device
     for first in range(0, len(anchors), _CHUNK_ANCHORS):
         builder = PackBuilder(PackShape(config.taps, config.block_size))
@@ -101,12 +103,10 @@ def score_sample(
         tokens_NK = pack.targets.tokens_NK
         ids_NKm, logprobs_NKm = _top(hidden_NBH[:, 1:], head, max([1, *trees]))
         correct.append((ids_NKm[..., 0] == tokens_NK).cpu().numpy())
-        for n in trees:
-            tree[n].append(
-                accepted_lengths(ids_NKm.cpu().numpy(), logprobs_NKm.cpu().numpy(), tokens_NK.cpu().numpy(), n)
-            )
-    joined = {n: np.concatenate(parts) for n, parts in tree.items()}
-    return SampleScore(sample.sample_id, sample.tag, anchors, left, np.concatenate(correct), joined)
+        if trees:
+            tree.append(accepted_lengths(ids_NKm.cpu(), logprobs_NKm.cpu(), tokens_NK.cpu(), trees))
+    parts = np.concatenate(correct), tuple(trees), np.concatenate(tree)
+    return SampleScore(sample.sample_id, sample.tag, anchors, left, *parts)
 
 
 def score_store(
@@ -143,9 +143,9 @@ def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
     if not scores:
         return {"samples": 0, "anchors": 0}
     K = scores[0].correct_NK.shape[1]
-    walks = [score.walk(score.streak_N) for score in scores]
+    walks = [score.walk(score.streak) for score in scores]
     correct, left = (np.concatenate([getattr(s, name) for s in scores]) for name in ("correct_NK", "left_N"))
-    streak = np.concatenate([score.streak_N for score in scores])
+    streak = np.concatenate([score.streak for score in scores])
     there = np.arange(K) < left[:, None]
     whole = left >= K
     steps = np.concatenate([np.array(walk) for walk in walks])
@@ -157,7 +157,7 @@ def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
         "acc": [float(correct[there[:, k], k].mean()) if there[:, k].any() else None for k in range(K)],
         "full_block": float((streak[whole] == K).mean()) if whole.any() else None,
         "histogram": np.bincount(steps, minlength=K + 2)[1:].tolist(),
-        "ddtree": {str(n): _tau([score.walk(score.tree[n]) for score in scores]) for n in scores[0].tree},
+        "ddtree": {str(n): _tau([s.walk(s.tree_Ns[:, i]) for s in scores]) for i, n in enumerate(scores[0].sizes)},
         "samples": len(scores),
         "anchors": len(left),
     }

@@ -74,4 +74,4 @@ def scale_and_clip(parameters: Iterable[Tensor], factor: float, largest: float) 
     grads = [p.grad for p in parameters if p.grad is not None]
     torch._foreach_mul_(grads, factor)
     norm = torch.nn.utils.clip_grad_norm_(parameters, largest)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
