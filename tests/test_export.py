@@ -15,7 +15,7 @@ from hscache.errors import ConfigError, ConflictError, HscacheError, IntegrityEr
 from tests import drafters
 from trainer import export
 from trainer.export import export_speculators, export_zlab
-from trainer.importer import import_checkpoint
+from trainer.importer import import_checkpoint, read_checkpoint
 
 FACTS = {"target": "some/target", "store": "5d1c", "kernel path": "none needed", "run": {"steps": 3}}
 EXPORTS = {"zlab": export_zlab, "speculators": export_speculators}
@@ -113,14 +113,14 @@ def test_what_reads_back_as_another_drafter_gets_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     def wrong(path: Path, head: Any) -> Any:
-        drafter, facts = import_checkpoint(path, head)
+        drafter, facts = read_checkpoint(path, head)
         if what == "config":
             return drafters.drafter(rope_theta=500.0), facts
         with torch.no_grad():
             drafter.norm.weight[3] += 1e-3
         return drafter, facts
 
-    monkeypatch.setattr(export, "import_checkpoint", wrong)
+    monkeypatch.setattr(export, "read_checkpoint", wrong)
     with pytest.raises(IntegrityError) as caught:
         export_zlab(drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
     assert caught.value.code == "export-differs"

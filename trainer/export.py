@@ -22,7 +22,7 @@ from hscache.errors import ConflictError, IntegrityError
 from hscache.store.durable import Staging, disk_errors, publish_directory, write_file
 from hscache.store.head import TargetHead
 from trainer.drafter import Drafter, DrafterConfig, block_inputs
-from trainer.importer import CONFIG_FILE, WEIGHTS_FILE, import_checkpoint
+from trainer.importer import CONFIG_FILE, WEIGHTS_FILE, read_checkpoint
 from trainer.layouts import Layout, speculators_config, zlab_config
 from trainer.masks import Blocks
 
@@ -125,7 +125,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _read_back(folder: Path, drafter: Drafter, weights: Mapping[str, Tensor], head: TargetHead) -> None:
-    read, _ = import_checkpoint(folder, head)
+    read, _ = read_checkpoint(folder, head)
     if read.config != drafter.config:
         raise _differs(folder, f"config {read.config}, exported {drafter.config}")
     for name, tensor in read.state_dict().items():

@@ -55,7 +55,16 @@ class Imported:
 
 
 def import_checkpoint(path: Path, head: TargetHead | None = None) -> tuple[Drafter, Imported]:
-    """Load a drafter, in float32 on the CPU, and print its taps and notes to stderr.
+    """Load a drafter as :func:`read_checkpoint` does, and print its taps and notes to stderr."""
+    drafter, facts = read_checkpoint(path, head)
+    say(f"{path}: a drafter in the {facts.layout} layout, taps {list(facts.taps)}")
+    for note in facts.notes:
+        say(f"{path}: {note}")
+    return drafter, facts
+
+
+def read_checkpoint(path: Path, head: TargetHead | None = None) -> tuple[Drafter, Imported]:
+    """Load a drafter, in float32 on the CPU.
 
     Args:
         path: Folder with ``config.json`` and safetensors.
@@ -82,9 +91,6 @@ def import_checkpoint(path: Path, head: TargetHead | None = None) -> tuple[Draft
     for name in tensors.keys() - weights.keys():
         notes.append(_compare_with_target(path, name, tensors[name], config, head))
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    say(f"{path}: a drafter in the {layout} layout, taps {list(config.taps)}")
-    for note in notes:
-        say(f"{path}: {note}")
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
     verifier = (raw.get("speculators_config") or {}).get("verifier", {}).get("name_or_path")
     return drafter, Imported(layout, config.taps, tuple(dtypes), len(weights), verifier, tuple(notes))

@@ -20,7 +20,8 @@ class Generated:
         output_ids: int64 [1, tokens], prompt and continuation; a stop token ends it and is kept.
         acceptance_lengths: Tokens that each step yields: accepted ones and the target's own, 1 .. B. The prefill's
             token is not counted, so they sum to the continuation's tokens minus one. The last step counts only what
-            ``max_new_tokens`` and the stop token leave of it, and a step with one token to go drafts nothing.
+            ``max_new_tokens`` and the stop token leave of it. Towards ``max_new_tokens`` blocks are shortened to what
+            is left, which changes what full layers draft: compare steps before that, or leave room.
     """
 
     output_ids: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,16 @@ ANCHORS = (0, 1, 2, 7, 10, 11, 12, 13, 30, 47)
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).abs().max() / expected.abs().max())
+    return float((got - expected).detach().abs().max() / expected.detach().abs().max())
 
 
-def blocks_at(anchors: list[int], block_size: int, rows: int) -> Blocks:
-    at = torch.tensor(anchors)
-    return Blocks(at, torch.zeros_like(at), at, block_size, rows)
-
-
-def ours(drafter: Drafter, states_TLH: Tensor, ids_T: Tensor, head: TargetHead, anchors: list[int]) -> Tensor:
+def ours(
+    drafter: Drafter, states_TLH: Tensor, ids_T: Tensor, head: TargetHead, anchors: list[int], block_size: int = 8
+) -> Tensor:
     """Return our [N, B, H]: all blocks in one pass over all rows, as in training."""
-    inputs = block_inputs(ids_T[anchors], head.embed, drafter.config)
-    blocks = blocks_at(anchors, drafter.config.block_size, len(states_TLH))
+    inputs = block_inputs(ids_T[anchors], head.embed, replace(drafter.config, block_size=block_size))
+    at = torch.tensor(anchors)
+    blocks = Blocks(at, torch.zeros_like(at), at, block_size, len(states_TLH))
     hidden = drafter(states_TLH, torch.arange(len(states_TLH)), inputs, blocks)
     return hidden.unflatten(0, (len(anchors), -1))
 
@@ -121,7 +120,11 @@ def learn(drafter: Drafter, states_TLH: Tensor, ids_T: Tensor, head: TargetHead,
 
 @pytest.mark.parametrize("kind", ["full", "mixed"])
 def test_dflash_decodes_with_our_export_as_the_cache_foretells(dflash: Any, tmp_path: Path, kind: str) -> None:
-    """Its text is the target's own greedy text, and its acceptance lengths are those of the walk over stored states."""
+    """Its text is the target's own greedy text, and its acceptance lengths are those of the walk over stored states.
+
+    One thing differs from serving engines and from our walk: towards ``max_new_tokens`` it shortens its blocks, and with
+    layers that look both ways a shorter block is another block. So the walk here shortens them too.
+    """
     target, prompt = tiny_targets.qwen3(), 9
     ids = torch.randint(0, 512, (1, prompt), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
@@ -133,7 +136,7 @@ def test_dflash_decodes_with_our_export_as_the_cache_foretells(dflash: Any, tmp_
         target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach(), torch.ones(64), facts
     )
     drafter = drafters.drafter(kind)
-    learn(drafter, states_TLH, text_T, head, prompt, steps=12)
+    learn(drafter, states_TLH, text_T, head, prompt, steps=30)
     export_zlab(drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32")
     found = generate(dflash, tmp_path / "out", target, ids, max_new_tokens=60)
     assert torch.equal(found.output_ids[0], text_T)
@@ -141,10 +144,10 @@ def test_dflash_decodes_with_our_export_as_the_cache_foretells(dflash: Any, tmp_
     end, at, walk = len(text_T) - 1, prompt, []
     while at < end:
         with torch.no_grad():
-            hidden = ours(drafter, states_TLH, text_T, head, [at])[0, 1:]
+            hidden = ours(drafter, states_TLH, text_T, head, [at], min(8, end - at + 1))[0, 1:]
         drafted, true = head.logits(hidden).argmax(-1), text_T[at + 1 : at + 8]
         streak = int((drafted[: len(true)] == true).int().cumprod(0).sum())
         walk.append(min(streak + 1, end - at))
         at += walk[-1]
     assert found.acceptance_lengths == walk
-    assert 1.3 < np.mean(walk) < 7  # neither nothing nor everything is accepted
+    assert 1.2 < np.mean(walk) < 7  # neither nothing nor everything is accepted
