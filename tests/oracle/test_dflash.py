@@ -122,8 +122,8 @@ def learn(drafter: Drafter, states_TLH: Tensor, ids_T: Tensor, head: TargetHead,
 def test_dflash_decodes_with_our_export_as_the_cache_foretells(dflash: Any, tmp_path: Path, kind: str) -> None:
     """Its text is the target's own greedy text, and its acceptance lengths are those of the walk over stored states.
 
-    One thing differs from serving engines and from our walk: towards ``max_new_tokens`` it shortens its blocks, and with
-    layers that look both ways a shorter block is another block. So the walk here shortens them too.
+    One thing differs from our walk: towards ``max_new_tokens`` dflash shortens its blocks, and where layers look both
+    ways a shorter block drafts other tokens. So the walk here shortens them too.
     """
     target, prompt = tiny_targets.qwen3(), 9
     ids = torch.randint(0, 512, (1, prompt), generator=torch.Generator().manual_seed(5))
