@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hscache import __version__
-from hscache.console import emit_json, facts, run_command
+from hscache.console import Interrupted, duration, emit_json, facts, run_command, say, size
 
 app = typer.Typer(
     name="hstrain",
@@ -18,6 +18,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+Manifest = Annotated[Path, typer.Argument(help="Training manifest (TOML).")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: optim.lr=1e-3.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -30,7 +35,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def inspect(
     store: Annotated[Path, typer.Argument(help="Store directory.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Show what a drafter can be trained on from a store: context taps, target head, losses, tokens.
 
@@ -49,6 +54,100 @@ def inspect(
             ("head", f"[{head['vocab_size']}, {head['hidden_size']}] {head['dtype']}, tied {head['tied']}"),
             ("norm", f"scales by {head['norm_kind']}"),
             ("losses", ", ".join(numbers["losses"])),
+        ],
+    )
+
+
+@app.command()
+def config(manifest: Manifest, set_: Set = None) -> None:
+    """Print the resolved training manifest, every default written out.
+
+    Example: hstrain config manifests/train/demo.toml --set optim.lr=1e-3
+    """
+    from hscache.manifest import to_toml
+    from trainer.manifest import load_train_manifest
+
+    print(to_toml(load_train_manifest(manifest, set_ or ())), end="")
+
+
+@app.command()
+def fit(
+    manifest: Manifest,
+    store: Annotated[Path, typer.Option("--store", help="Store directory, complete.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Run directory; new, or begun with this manifest.")] = None,
+    set_: Set = None,
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    overfit: Annotated[int, typer.Option(min=0, help="Learn so many samples by heart, as a check, and stop.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show parameters, memory, steps and hours; train nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Train a drafter from a store, or go on where a run was stopped; under torchrun on many devices.
+
+    Example: hstrain fit manifests/train/demo.toml --store runs/demo/store --out runs/demo/drafter
+    """
+    from dataclasses import asdict
+
+    from trainer.manifest import load_train_manifest
+
+    parsed = load_train_manifest(manifest, set_ or ())
+    if dry_run:
+        from trainer.estimate import dry_run as estimate
+
+        _print_estimate(estimate(parsed, store, device=device), json=json)
+        return
+    if out is None:
+        raise typer.BadParameter("--out is needed, but for a --dry-run")
+    from trainer.fit import fit as run_fit
+
+    try:
+        report = run_fit(parsed, store, out, device=device, overfit=overfit)
+    except Interrupted as stop:
+        say(f"{stop}: a checkpoint is written. The same command goes on from there")
+        raise typer.Exit(128 + stop.signum) from None
+    if json:
+        emit_json(asdict(report))
+    say(report.text())
+    if overfit and report.overfit_at is None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plot(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Picture; default: curves.png in the run.")] = None,
+) -> None:
+    """Draw a run's curves: loss, tau, accuracy by slot, waiting for data.
+
+    Example: hstrain plot runs/demo/drafter
+    """
+    from trainer.plot import plot_run
+
+    picture = out or run / "curves.png"
+    plot_run(run, picture)
+    say(f"{picture}")
+
+
+def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:
+    if json:
+        emit_json(numbers)
+        return
+    facts(
+        "this run would take",
+        [
+            ("drafter", f"{numbers['parameters']:,} parameters in {numbers['tensors']} tensors"),
+            ("samples", f"{numbers['train_samples']:,} to train on, {numbers['validation_samples']:,} to validate"),
+            ("an epoch", f"{numbers['tokens_an_epoch']:,} tokens in {numbers['packs_an_epoch']:,} packs"),
+            ("steps", f"{numbers['steps']:,}"),
+            (
+                "memory",
+                f"{size(numbers['memory_bytes'])} counted, {size(numbers['measured_peak_bytes'])} at the peak here",
+            ),
+            (
+                "time",
+                f"{numbers['seconds_a_step']:.2f} s a step, {duration(numbers['hours'] * 3600)} without validation",
+            ),
         ],
     )
 

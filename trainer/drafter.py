@@ -180,7 +180,10 @@ class Drafter(nn.Module):
 
     def mix(self, states_TLH: Tensor) -> Tensor:
         """Return the context [T, H] of tapped states [T, L, H]; row t belongs to token t."""
-        return self.hidden_norm(self.fc(states_TLH.flatten(1).to(self._input_dtype)))  # type: ignore[no-any-return]
+        states = states_TLH.flatten(1)
+        if not torch.is_autocast_enabled(states.device.type):  # there, bf16 states are what the product takes
+            states = states.to(self._input_dtype)
+        return self.hidden_norm(self.fc(states).to(self._input_dtype))  # type: ignore[no-any-return]
 
     def context(self, states_TLH: Tensor, positions_T: Tensor) -> list[KeyValue]:
         """Return every layer's keys and values of context rows, to be kept while blocks are drafted on them."""

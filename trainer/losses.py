@@ -161,10 +161,14 @@ class _WithGradient(torch.autograd.Function):
         return grad * grad_outputs[0], None, None
 
 
+def chunk_rows(vocab_size: int, slots: int, device: str) -> int:
+    """Return how many slots have logits at once: whole blocks, since D-PACE weighs a block as one."""
+    return max(1, _CHUNK_ELEMENTS[device] // (vocab_size * slots)) * slots
+
+
 def _chunks(hidden_NKH: Tensor, vocab_size: int) -> Iterator[slice]:
     N, K, _ = hidden_NKH.shape
-    budget = _CHUNK_ELEMENTS["cuda" if hidden_NKH.is_cuda else "cpu"]
-    step = max(1, budget // (vocab_size * K))
+    step = chunk_rows(vocab_size, K, "cuda" if hidden_NKH.is_cuda else "cpu") // K
     return (slice(n, n + step) for n in range(0, N, step))
 
 

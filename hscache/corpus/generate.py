@@ -28,6 +28,8 @@ REASONS: dict[str, str] = {
 }
 """Why ``generate`` rejects a row."""
 _WINDOW_BATCHES = 16
+_FULL_BATCH_TOKENS = 256
+"""Longest prompt with which a batch takes all of ``batch_size``."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,7 @@ class _Decoder:
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt.ids) <= room]
         order = sorted(fitting, key=lambda i: -len(prompts[i].ids))
         out: list[list[int] | None] = [None] * len(prompts)
-        for first in range(0, len(order), batch_size):
-            batch = order[first : first + batch_size]
+        for batch in _batches(order, [len(prompt.ids) for prompt in prompts], batch_size):
             for i, ids in zip(batch, self._decode([prompts[i].ids for i in batch]), strict=True):
                 out[i] = ids
             progress.advance(len(batch))
@@ -182,6 +183,18 @@ class _Decoder:
     def _cut(self, ids: list[int]) -> list[int]:
         end = next((i for i, token in enumerate(ids) if token in self.eos_ids), len(ids) - 1)
         return ids[: end + 1]
+
+
+def _batches(order: list[int], n_tokens: list[int], batch_size: int) -> Iterator[list[int]]:
+    """Cut prompts, longest first, into batches of ``batch_size``, or fewer where padding to the longest costs more.
+
+    One prompt of 2,561 tokens among 64 of 100 would take 7.5 GB of keys and values on a 135M model, and minutes.
+    """
+    first = 0
+    while first < len(order):
+        most = max(1, min(batch_size, batch_size * _FULL_BATCH_TOKENS // n_tokens[order[first]]))
+        yield order[first : first + most]
+        first += most
 
 
 def _read_prompts(
