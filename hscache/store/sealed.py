@@ -50,7 +50,7 @@ def read_sealed(data: bytes) -> pa.Table:
             raise ValueError("content differs from its seal")
     elif _row_groups_end(data) != at:
         raise ValueError("bytes before the footer that are no seal")
-    table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+    table = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read()
     table.validate(full=True)
     return table
 
