@@ -58,6 +58,7 @@ CODES: dict[str, str] = {
     # conflict
     "store-other-manifest": "the store was begun with another manifest, target or corpus",
     "store-other-kernels": "the store's shards were computed by another kernel path",
+    "target-other": "the target is not the one that a drafter was fitted for",
     "store-exists": "the output path holds something that is not this store",
     # format
     "format-version": "the store's format is newer than this version reads",

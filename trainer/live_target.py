@@ -25,6 +25,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,7 +41,9 @@ from hscache.target.kernel_sites import find_sites
 from hscache.target.kernels import KernelObservation, observe_kernels
 from hscache.target.loading import LoadedTarget, load_target, pick_device
 
-__all__ = ["LiveTarget", "Prompt", "Rows", "Sampling", "kernel_path", "open_target", "read_prompts"]
+__all__ = [
+    "LiveTarget", "Prompt", "Rows", "Sampling", "kernel_path", "load_tokenizer", "open_target", "read_prompts",
+]  # fmt: skip
 
 _LINEAR_STATES = ("conv_states", "recurrent_states")
 
@@ -76,23 +79,23 @@ class LiveTarget:
 
     Args:
         loaded: The target.
+        directory: Its checkpoint.
         taps: 0-based decoder blocks whose outputs are returned.
-        tokenizer: Its tokenizer.
 
     Raises:
         ConfigError: ``taps-invalid``.
     """
 
-    def __init__(self, loaded: LoadedTarget, taps: Sequence[int], tokenizer: Any) -> None:
+    def __init__(self, loaded: LoadedTarget, directory: Path, taps: Sequence[int]) -> None:
         if not taps or min(taps) < 0 or max(taps) >= loaded.shape.num_layers:
             raise ConfigError(
                 "taps-invalid", f"taps {list(taps)}: expected blocks from 0 to {loaded.shape.num_layers - 1}"
             )
-        self.loaded, self.taps, self.tokenizer, self.device = loaded, tuple(taps), tokenizer, loaded.device
+        self.loaded, self.directory, self.taps, self.device = loaded, directory, tuple(taps), loaded.device
         model: Any = loaded.model
-        eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-        eos = tokenizer.eos_token_id if eos is None and tokenizer is not None else eos
+        eos = model.generation_config.eos_token_id
         self.eos_ids: set[int] = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+        """Tokens that end a text, as ``hscache generate`` takes them."""
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
         self.cache: Any = None
         """transformers' cache of the text so far; None before a prompt."""
@@ -299,7 +302,7 @@ def open_target(
     directory = resolve_path(spec, download=True)
     assert directory is not None
     loaded = load_target(spec, read_shape(spec, directory), directory, pick_device(device))
-    target = LiveTarget(loaded, taps, load_tokenizer(directory))
+    target = LiveTarget(loaded, directory, taps)
     with torch.inference_mode(), observe_kernels(loaded.model) as observation:
         yield target, observation
 
