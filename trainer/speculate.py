@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from hscache.console import Progress, say
+from hscache.console import Progress, facts, say
 from hscache.errors import ConflictError, InputError
 from hscache.store.head import TargetHead
 from trainer.decode import Decoded, Draft, decode
@@ -187,6 +187,37 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             **{kind: differing.count(kind) for kind in ("tie", "noise", "unexplained")},
         },
     }
+
+
+def print_speculation(found: dict[str, Any]) -> None:
+    """Print what :func:`speculate_prompts` returned."""
+    speeds, lossless = found["tokens_per_s"], found["lossless"]
+    shape = f"tree of {found['tree_size']} nodes" if found["tree_size"] else f"blocks of {found['block_size']}"
+    pairs: list[tuple[str, object]] = [
+        ("prompts", f"{len(found['prompts'])} ({len(found['rejected'])} rejected)"),
+        ("tau", f"{found['tau']:.3f} tokens a step, {found['steps']:,} steps"),
+        ("streaks", " ".join(f"{n}:{count}" for n, count in enumerate(found["streaks"]))),
+        ("kernels", found["kernels"]),
+    ]
+    if len(found["tau_by_tag"]) > 1:
+        pairs.append(("by tag", ", ".join(f"{tag} {tau:.2f}" for tag, tau in found["tau_by_tag"].items())))
+    if found["speedup"]:
+        with_drafter, without = speeds["drafted"], speeds["plain"]
+        pairs.append(
+            (
+                "speed",
+                f"{with_drafter:.1f} tokens/s, {without:.1f} without a drafter: {found['speedup']:.2f} times as fast",
+            )
+        )
+    if lossless["compared"]:
+        other = ", ".join(f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind])
+        pairs.append(
+            ("lossless", f"{lossless['equal']} of {lossless['compared']} as without a drafter; {other or 'no other'}")
+        )
+    facts(f"{found['target']}: {found['dtype']} on {found['device']}, {shape}", pairs)
+    for entry in found["prompts"]:
+        if entry.get("difference"):
+            say(f"{entry['id']}: {entry['difference']}")
 
 
 def _ready(
