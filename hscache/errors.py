@@ -49,6 +49,7 @@ CODES: dict[str, str] = {
     "target-keys": "the checkpoint lacks weights that the model needs",
     "target-structure": "backbone, decoder layers or head cannot be found in the loaded model",
     "target-head": "the head does not reproduce the model's own logits from the final state",
+    "target-rollback": "a layer of the target cannot be put back after a rejected draft",
     "disk-error": "the file system refused an operation",
     "disk-full": "the store does not fit on the disk",
     "dependency-missing": "an optional package is not installed",
@@ -66,6 +67,7 @@ CODES: dict[str, str] = {
     # conflict
     "store-other-manifest": "the store was begun with another manifest, target or corpus",
     "store-other-kernels": "the store's shards were computed by another kernel path",
+    "target-other": "the target is not the one that a drafter was fitted for",
     "store-exists": "the output path holds something that is not this store",
     "export-exists": "the export's path exists already",
     "run-other-manifest": "the training run was begun with another manifest or store",
