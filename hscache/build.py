@@ -297,6 +297,8 @@ class _Job:
                 seen = {"oom_splits": capturer.oom_splits, **self._ran(observation.take(), shard)}
                 in_flight.append(writer.submit(self._commit, work, shard, seen))
                 done += 1
+                # the shard before this one is committed by now: a kill costs two shards at most, however short they are
+                collect(_BATCHES_IN_FLIGHT)
             collect(0)
         progress.close()
 

@@ -16,8 +16,9 @@ from hscache.errors import ConflictError
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan
 from hscache.store.durable import fsync_directory, replace_file, write_file
-from hscache.store.index import parquet_bytes, read_manifest, table_digest
+from hscache.store.index import read_manifest, table_digest
 from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
+from hscache.store.sealed import sealed_bytes
 
 _NOT_IDENTITY = ("manifest.target.path", "manifest.corpus.path", "created", "digest")
 
@@ -84,7 +85,7 @@ def claim(paths: StorePaths, document: dict[str, Any], plan: Plan, staging: Path
         _refuse_other(paths.root, there, document)
         digest = str(there["digest"])
     if not paths.plan.exists():
-        replace_file(paths.plan, parquet_bytes(plan.table), staging)
+        replace_file(paths.plan, sealed_bytes(plan.table), staging)
     return digest
 
 

@@ -21,6 +21,7 @@ CODES: dict[str, str] = {
     "codec-unknown": "a codec that this version does not have",
     "convert-nothing": "a conversion to what the store is already",
     "convert-lossy": "a conversion from one lossy codec to another",
+    "export-unsupported": "the export's layout cannot hold what was trained",
     "kernel-choice": "a kernel choice or op that does not exist, or that no package implements for this model",
     # input
     "corpus-missing": "the corpus does not exist",
@@ -36,12 +37,19 @@ CODES: dict[str, str] = {
     "sample-range": "a token range outside the sample",
     "array-absent": "this store was built without that array",
     "stores-incomparable": "two stores without a common tap or sample",
+    "drafter-missing": "the folder holds no drafter checkpoint",
+    "drafter-config": "a drafter's config.json lacks a value, has a wrong one, or says two things",
+    "drafter-unsupported": "a drafter that computes something else than ours",
+    "drafter-weights": "a drafter's weights are not those of its config",
+    "drafter-shape": "a weight of a drafter has another shape or type than its config says",
+    "drafter-other-target": "a drafter of another target",
     # environment
     "target-missing": "the target directory or hub repository cannot be read",
     "target-config": "the target's config.json lacks what a build needs",
     "target-keys": "the checkpoint lacks weights that the model needs",
     "target-structure": "backbone, decoder layers or head cannot be found in the loaded model",
     "target-head": "the head does not reproduce the model's own logits from the final state",
+    "target-rollback": "a layer of the target cannot be put back after a rejected draft",
     "disk-error": "the file system refused an operation",
     "disk-full": "the store does not fit on the disk",
     "dependency-missing": "an optional package is not installed",
@@ -54,10 +62,14 @@ CODES: dict[str, str] = {
     # integrity
     "store-damaged": "a store's file is missing, truncated or altered",
     "sample-digest": "a sample's bytes differ from its digest",
+    "drafter-damaged": "a drafter's file is unreadable, or its weights are not numbers",
+    "export-differs": "an export that reads back as another drafter",
     # conflict
     "store-other-manifest": "the store was begun with another manifest, target or corpus",
     "store-other-kernels": "the store's shards were computed by another kernel path",
+    "target-other": "the target is not the one that a drafter was fitted for",
     "store-exists": "the output path holds something that is not this store",
+    "export-exists": "the export's path exists already",
     "run-other-manifest": "the training run was begun with another manifest or store",
     # training
     "not-a-checkpoint": "the path holds no checkpoint of a training run",

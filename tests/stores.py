@@ -19,8 +19,9 @@ from hscache.plan import CorpusRow, Plan, make_plan, manifest_specs, supervised
 from hscache.store import lossy
 from hscache.store.durable import Staging
 from hscache.store.head import write_target
-from hscache.store.index import finalize, parquet_bytes, table_digest
+from hscache.store.index import finalize, table_digest
 from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest, scales_name
+from hscache.store.sealed import sealed_bytes
 from hscache.store.shard_writer import ShardWriter
 
 HIDDEN, VOCAB, TAPS, TOPK = 8, 32, (0, 2, 3), 4
@@ -137,7 +138,7 @@ def make_store(
     document = {**body, "digest": json_digest(body)}
     path.mkdir()
     paths.manifest.write_bytes(canonical_json(document))
-    paths.plan.write_bytes(parquet_bytes(plan.table))
+    paths.plan.write_bytes(sealed_bytes(plan.table))
     paths.shards.mkdir()
     made: dict[str, Arrays] = {}
     # most of a little store's time would be the disk's: no power cut threatens it

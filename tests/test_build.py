@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import resource
@@ -21,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from faults import contents
 from typer.testing import CliRunner
 
 import hscache
@@ -29,7 +29,7 @@ from hscache.build import build
 from hscache.cli import app
 from hscache.errors import ConflictError, EnvironmentFault
 from hscache.store import shard_writer
-from hscache.store.index import committed_shards, load_index, read_shard
+from hscache.store.index import committed_shards, load_index
 from hscache.verify import verify
 from tests.conftest import SMOLLM2, smollm2_manifest
 
@@ -77,17 +77,6 @@ def quick(corpus: Path, **sections: dict[str, object]) -> Any:
     for name, section in sections.items():
         small[name] = {**small.get(name, {}), **section}
     return smollm2_manifest(corpus, **small)
-
-
-def contents(store: Path) -> dict[str, str]:
-    """Every array file's digest and every shard's content digest: all but when and where it was made."""
-    files = {
-        str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in (store / "shards").rglob("*")
-        if path.is_file() and path.parent.suffix != ".zarr"
-    }
-    digests = {str(k): read_shard(store / f"shards/{k:05d}.zarr")["content_digest"] for k in committed_shards(store)}
-    return {**files, **digests}
 
 
 def test_a_second_run_finishes_what_is_missing_and_the_result_is_the_same(
@@ -322,7 +311,8 @@ report = build(quick(Path({str(source)!r}), limits={{"batch_tokens": 256}}), Pat
 assert report.samples == {n}
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
         peaks.append(int(done.stdout))
     assert resource.getpagesize() > 0
     assert peaks[1] <= 1.05 * peaks[0], f"{peaks[0]} KiB for 24 samples, {peaks[1]} KiB for 240"

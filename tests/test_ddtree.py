@@ -90,17 +90,6 @@ def test_as_many_candidates_as_nodes_lose_nothing(block, size):
     assert (whole.parents.tolist(), whole.tokens.tolist()) == (cut.parents.tolist(), cut.tokens.tolist())
 
 
-@given(blocks(), st.integers(1, 40))
-def test_leaves_cover_the_tree(block, size):
-    tree = best_first(*block, size)
-    paths = tree.leaves()
-    assert {node for path in paths for node in path} == set(range(len(tree)))
-    spelled = continuations(tree)
-    for path in paths:
-        assert tree.path(spelled[path[-1]]) == path
-        assert path[-1] not in tree.parents
-
-
 def test_one_node_more_than_the_greedy_chain():
     logits = torch.full((3, 6), -9.0)
     logits[range(3), [4, 1, 2]] = 0.0
@@ -123,4 +112,3 @@ def test_nothing_to_draft_is_an_empty_tree(shape):
     tree = best_first(np.zeros(shape, int), np.zeros(shape), 8)
     assert len(tree) == 0
     assert accepted(tree, [1, 2]) == 0
-    assert tree.leaves() == []

@@ -93,7 +93,9 @@ def reference(drafter: Drafter, states_TLH: Tensor, positions_T: Tensor, anchor_
             keys = [t for t in range(len(at)) if t >= len(context) or positions_T[t] < anchor]
             if kind == "sliding_attention":
                 here = anchor + slot
-                keys = [t for t in keys if here - (c.sliding_window - 1) <= at[t] and (t < len(context) or at[t] <= here)]
+                keys = [
+                    t for t in keys if here - (c.sliding_window - 1) <= at[t] and (t < len(context) or at[t] <= here)
+                ]
             for head in range(c.num_heads):
                 of = head * c.num_kv_heads // c.num_heads
                 scores = (k[of, keys] @ q[head, slot] / c.head_dim**0.5).softmax(-1)
@@ -201,7 +203,9 @@ def test_a_sliding_layer_is_causal_inside_the_block_and_a_full_one_is_not() -> N
         changed = inputs.clone()
         changed[2] += 1.0
         with torch.no_grad():
-            a, b = (drafter(pack.states_TLH, pack.positions_T, x, pack.blocks(BLOCK, "sdpa")) for x in (inputs, changed))
+            a, b = (
+                drafter(pack.states_TLH, pack.positions_T, x, pack.blocks(BLOCK, "sdpa")) for x in (inputs, changed)
+            )
         same = [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
         assert same == [causal, causal, False, False]
 

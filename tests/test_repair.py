@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faults import contents
 from typer.testing import CliRunner
 
 from hscache.build import build
@@ -17,7 +18,6 @@ from hscache.manifest import parse_manifest
 from hscache.repair import repair
 from hscache.verify import verify
 from tests.conftest import DATA, TINY_HYBRID
-from tests.test_build import contents
 
 
 @pytest.fixture(scope="module")

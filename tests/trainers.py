@@ -70,10 +70,13 @@ def turn_rows(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[CorpusRow
     return rows
 
 
-def training_store(path: Path, lengths: Sequence[int] = LENGTHS, *, edit: Edit | None = None, **sections: Any) -> Little:
+def training_store(
+    path: Path, lengths: Sequence[int] = LENGTHS, *, edit: Edit | None = None, **sections: Any
+) -> Little:
     """Write a little store whose samples are long enough to train on, in several shards."""
     manifest = little_manifest(
-        limits={"max_tokens": 1024, "batch_tokens": 64}, **{"store": {"chunk_tokens": 4, "shard_bytes": 6000}, **sections}
+        limits={"max_tokens": 1024, "batch_tokens": 64},
+        **{"store": {"chunk_tokens": 4, "shard_bytes": 6000}, **sections},
     )
     return make_store(path, turn_rows(lengths), manifest=manifest, edit=edit)
 

@@ -42,7 +42,7 @@ def is_ready(fla: str = NEW) -> bool:
 def install(fla: str = NEW) -> Path:
     """Install the packages unless they are there, and return their directory."""
     packages = [f"triton=={TRITON}", f"fla-core=={fla}", f"flash-linear-attention=={fla}", "einops"]
-    return _install(directory(fla), packages)
+    return install_packages(directory(fla), packages)
 
 
 def transformers_directory(version: str) -> Path:
@@ -52,10 +52,11 @@ def transformers_directory(version: str) -> Path:
 
 def install_transformers(version: str) -> Path:
     """Install a version of :data:`OTHER_TRANSFORMERS` unless it is there, and return its directory."""
-    return _install(transformers_directory(version), [f"transformers=={version}", *OTHER_TRANSFORMERS[version]])
+    return install_packages(transformers_directory(version), [f"transformers=={version}", *OTHER_TRANSFORMERS[version]])
 
 
-def _install(target: Path, packages: list[str]) -> Path:
+def install_packages(target: Path, packages: list[str]) -> Path:
+    """Install packages, without what they depend on, into a directory of their own unless it is there."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,15 +71,16 @@ def _install(target: Path, packages: list[str]) -> Path:
 
 def environment(fla: str = NEW) -> dict[str, str]:
     """Return environment variables for a subprocess that shall see these packages and interpret their kernels."""
-    return _sees(directory(fla)) | {"TRITON_INTERPRET": "1"}
+    return sees(directory(fla)) | {"TRITON_INTERPRET": "1"}
 
 
 def transformers_environment(version: str) -> dict[str, str]:
     """Return environment variables for a subprocess that shall see another version of transformers."""
-    return _sees(transformers_directory(version))
+    return sees(transformers_directory(version))
 
 
-def _sees(packages: Path) -> dict[str, str]:
+def sees(packages: Path) -> dict[str, str]:
+    """Return environment variables for a subprocess that shall see the packages in a directory, tools and sources."""
     tools = Path(__file__).resolve().parent
     path = [str(packages), str(tools), str(tools.parent)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hscache.store.index import SCHEMA, parquet_bytes, read_shard
+from hscache.store.index import SCHEMA, read_shard
 from hscache.store.layout import (
     FORMAT_VERSION,
     StorePaths,
@@ -24,6 +24,7 @@ from hscache.store.layout import (
     group_metadata,
     json_digest,
 )
+from hscache.store.sealed import sealed_bytes
 from hscache.store.shard_writer import ShardWriter
 
 Arrays = dict[str, NDArray[Any]]
@@ -128,4 +129,4 @@ def _write_index(path: Path, shards: int) -> None:
             for values in zip(*samples.values(), strict=True):
                 yield {**dict(zip(samples, values, strict=True)), "shard": shard, "status": "ok", "tag": None}
 
-    StorePaths(path).index.write_bytes(parquet_bytes(pa.Table.from_pylist(list(rows()), schema=SCHEMA)))
+    StorePaths(path).index.write_bytes(sealed_bytes(pa.Table.from_pylist(list(rows()), schema=SCHEMA)))

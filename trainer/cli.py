@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,6 +23,8 @@ app = typer.Typer(
 Manifest = Annotated[Path, typer.Argument(help="Training manifest (TOML).")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: optim.lr=1e-3.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+Checkpoint = Annotated[Path, typer.Argument(help="Run, checkpoint, or released drafter.")]
+StoreOption = Annotated[Path, typer.Option("--store", help="Store: for the target's embedding and head.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -127,6 +129,106 @@ def plot(
     picture = out or run / "curves.png"
     plot_run(run, picture)
     say(f"{picture}")
+
+
+@app.command(name="eval")
+def eval_(
+    checkpoints: Annotated[list[Path], typer.Argument(help="Runs, checkpoints, or released drafters.")],
+    store: Annotated[list[Path], typer.Option("--store", help="Store with held-out samples; several to compare.")],
+    held_out: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share held out; default: as in training; 1 scores all samples.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Score the first N of them.")] = None,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the drafter.")] = "fp32",
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
+    json: Json = False,
+) -> None:
+    """Score drafters on the cache alone: tau by the serving walk, tau_all, accuracy, DDTree, by tag and position.
+
+    Example: hstrain eval runs/demo/drafter --store runs/demo/store
+    """
+    from trainer.report import evaluate, plot_evaluation, print_evaluation
+
+    found = evaluate(checkpoints, store, held_out=held_out, samples=samples, precision=precision, device=device)
+    if plot is not None:
+        plot_evaluation(found, plot)
+    if json:
+        emit_json(found)
+    else:
+        print_evaluation(found)
+
+
+@app.command()
+def speculate(
+    checkpoint: Checkpoint,
+    target: Annotated[str, typer.Option("--target", help="Checkpoint directory or hub id of the target.")],
+    prompts: Annotated[list[Path], typer.Option("--prompts", help="JSONL(.gz) or parquet; as for hscache generate.")],
+    store: StoreOption,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    tree: Annotated[int | None, typer.Option(min=1, help="Verify a draft tree of so many nodes.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are: no chat template.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="First N prompts of each file.")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    json: Json = False,
+) -> None:
+    """Decode live with the target, with the drafter and without: tau, tokens/s, and whether the text is the same.
+
+    Example: hstrain speculate runs/demo/drafter --store runs/demo/store --target DIR --prompts prompts.jsonl
+    """
+    from hscache.store.head import load_head
+    from hscache.store.layout import StorePaths
+    from trainer.live_target import Sampling
+    from trainer.report import open_drafter
+    from trainer.speculate import print_speculation, speculate_prompts
+
+    head = load_head(StorePaths(store).target)
+    drafter, _ = open_drafter(checkpoint, head)
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    found = speculate_prompts(
+        drafter, head, target, prompts, sampling, tree_size=tree, raw=raw, limit=limit, dtype=dtype, device=device
+    )
+    if json:
+        emit_json(found)
+    else:
+        print_speculation(found)
+    if found["lossless"]["unexplained"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    store: StoreOption,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")],
+    format_: Annotated[Literal["zlab", "speculators"], typer.Option("--format", help="Whose layout.")] = "zlab",
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
+    json: Json = False,
+) -> None:
+    """Write a drafter for the serving engines, read it back and compare.
+
+    Example: hstrain export runs/demo/drafter --store runs/demo/store --out runs/demo/export
+    """
+    from dataclasses import asdict
+
+    from hscache.store.head import load_head
+    from hscache.store.layout import StorePaths
+    from trainer.export import export_speculators, export_zlab
+    from trainer.report import open_drafter
+
+    head = load_head(StorePaths(store).target)
+    drafter, facts = open_drafter(checkpoint, head)
+    provenance = facts.get("provenance", {})
+    card = {"target": provenance.get("store", {}).get("target", "unknown"), "checkpoint": facts["path"], **provenance}
+    write = export_zlab if format_ == "zlab" else export_speculators
+    done = write(drafter, head, out, provenance=card, dtype=dtype)
+    if json:
+        emit_json({**asdict(done), "path": str(done.path)})
+    say(f"{out}: {done.layout} layout, {done.parameters:,} parameters, {size(done.size_bytes)}; read back and compared")
 
 
 def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:

@@ -61,18 +61,6 @@ class Tree:
             nodes.append(node)
         return nodes
 
-    def leaves(self) -> list[list[int]]:
-        """Return the nodes from the root to each leaf."""
-        parents = self.parents.tolist()
-        inner = set(parents)
-        paths = []
-        for leaf in (i for i in range(len(self)) if i not in inner):
-            path = [leaf]
-            while parents[path[-1]] >= 0:
-                path.append(parents[path[-1]])
-            paths.append(path[::-1])
-        return paths
-
 
 def best_first(ids: Any, logprobs: Any, size: int) -> Tree:
     """Return the tree of the highest scores.

@@ -9,7 +9,7 @@ hundred differ, since batch and single forward round differently.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ REASONS: dict[str, str] = {
 _WINDOW_BATCHES = 16
 _FULL_BATCH_TOKENS = 256
 """Longest prompt with which a batch takes all of ``batch_size``."""
+Reject = Callable[[str, int, str, str], None]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,17 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class Prompt:
+    """A prompt as token ids.
+
+    Attributes:
+        source: Name of its file.
+        row: Its place there.
+        sample_id: The row's own id, or file name and row.
+        ids: Token ids, ready to be continued.
+        tag: The row's tag.
+    """
+
     source: str
     row: int
     sample_id: str
@@ -90,7 +101,7 @@ def generate_corpus(
     """
     tokenizer = load_tokenizer(target)
     with CorpusWriter(out) as writer:
-        ready = list(_read_prompts(prompts, tokenizer, writer, raw=raw, limit=limit))
+        ready = list(read_prompts(prompts, tokenizer, writer.reject, raw=raw, limit=limit))
         say(f"{len(ready)} prompts, {sum(len(p.ids) for p in ready):,} tokens; loading {target.name} ({dtype})")
         decoder = _Decoder(target, tokenizer, sampling, dtype, device)
         progress = Progress("generate", len(ready), "prompts")
@@ -103,7 +114,7 @@ def generate_corpus(
     return writer.report
 
 
-def _write(writer: CorpusWriter, prompt: _Prompt, completion: list[int] | None, decoder: _Decoder) -> None:
+def _write(writer: CorpusWriter, prompt: Prompt, completion: list[int] | None, decoder: _Decoder) -> None:
     if completion is None:
         detail = f"{len(prompt.ids)} prompt tokens, {decoder.max_positions} positions"
         writer.reject(prompt.source, prompt.row, "too-long", detail)
@@ -144,7 +155,7 @@ class _Decoder:
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
         self._batches = 0
 
-    def complete(self, prompts: list[_Prompt], batch_size: int, progress: Progress) -> list[list[int] | None]:
+    def complete(self, prompts: list[Prompt], batch_size: int, progress: Progress) -> list[list[int] | None]:
         """Return the completion of each prompt, its end token included; None for one that does not fit."""
         room = self.max_positions - self._sampling.max_new_tokens
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt.ids) <= room]
@@ -197,19 +208,29 @@ def _batches(order: list[int], n_tokens: list[int], batch_size: int) -> Iterator
         first += most
 
 
-def _read_prompts(
-    paths: list[Path], tokenizer: Any, writer: CorpusWriter, *, raw: bool, limit: int | None
-) -> Iterator[_Prompt]:
+def read_prompts(
+    paths: list[Path], tokenizer: Any, reject: Reject, *, raw: bool = False, limit: int | None = None
+) -> Iterator[Prompt]:
+    """Stream the prompts of files.
+
+    Args:
+        paths: JSONL(.gz) or parquet files with ``prompt`` (text or messages), ``messages`` or ``turns`` (the first).
+        tokenizer: The target's.
+        reject: Called with path, row, reason and detail of a row that has no prompt.
+        raw: Continue texts as they are, without the chat template.
+        limit: First N rows of each file.
+
+    Raises:
+        InputError: ``corpus-missing``, ``corpus-format``, ``template-missing``.
+    """
     for path in paths:
         for row, value, fault in islice(read_rows(path), limit):
             if value is None:
-                writer.reject(str(path), row, "bad-json", fault)
+                reject(str(path), row, "bad-json", fault)
                 continue
             messages = _messages(value)
             if messages is None:
-                writer.reject(
-                    str(path), row, "bad-row", f"found {', '.join(value)}; expected prompt, messages or turns"
-                )
+                reject(str(path), row, "bad-row", f"found {', '.join(value)}; expected prompt, messages or turns")
                 continue
             if raw and isinstance(messages, str):
                 ids = tokenizer(messages)["input_ids"]
@@ -219,7 +240,7 @@ def _read_prompts(
                 text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
                 ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             tag = None if value.get("tag") is None else str(value["tag"])
-            yield _Prompt(path.name, row, row_id(value, path, row), list(ids), tag)
+            yield Prompt(path.name, row, row_id(value, path, row), list(ids), tag)
 
 
 def _messages(value: Mapping[str, Any]) -> str | list[dict[str, Any]] | None:

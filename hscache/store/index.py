@@ -6,14 +6,12 @@ that opening a store of thousands of shards reads one file.
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from hscache.errors import FormatError, InputError, IntegrityError
 from hscache.store.durable import replace_file
@@ -26,6 +24,7 @@ from hscache.store.layout import (
     json_digest,
     shard_name,
 )
+from hscache.store.sealed import read_sealed, sealed_bytes
 
 PLAN_SCHEMA = pa.schema(
     [
@@ -171,20 +170,13 @@ def build_index(root: Path, *, skip_damaged: bool = False) -> pa.Table:
 def finalize(root: Path, staging: Path) -> pa.Table:
     """Derive ``index.parquet`` from the shards and return it."""
     index = build_index(root)
-    replace_file(StorePaths(root).index, parquet_bytes(index), staging)
+    replace_file(StorePaths(root).index, sealed_bytes(index), staging)
     return index
 
 
 def table_digest(table: pa.Table) -> str:
     """Return the digest of a table's values, whatever file holds them."""
     return json_digest({name: table[name].to_pylist() for name in table.schema.names})
-
-
-def parquet_bytes(table: pa.Table) -> bytes:
-    """Return a table as zstd parquet whose pages carry checksums."""
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    return sink.getvalue()
 
 
 def load_index(root: Path) -> pa.Table:
@@ -200,8 +192,7 @@ def load_index(root: Path) -> pa.Table:
 def _read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
     """Read a table of this schema; damaged bytes make Arrow raise errors of many kinds."""
     try:
-        table = pq.read_table(path, page_checksum_verification=True)
-        table.validate(full=True)
+        table = read_sealed(path.read_bytes())
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
         raise _damaged(path, f"not readable: {error}") from error
     if not table.schema.equals(schema):

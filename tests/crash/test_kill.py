@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from faults import contents
 
 from hscache.store.index import committed_shards
 from hscache.verify import verify
-from tests.test_build import COMMAND, contents, manifest_file, reference, short_corpus  # noqa: F401  (fixtures)
+from tests.test_build import COMMAND, manifest_file, reference, short_corpus  # noqa: F401  (fixtures)
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 

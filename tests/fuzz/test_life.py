@@ -13,10 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from faults import contents, one_target, small_manifest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -31,14 +30,11 @@ from hypothesis.stateful import (
 import hscache
 from hscache.build import build
 from hscache.errors import HscacheError
-from hscache.manifest import BuildManifest, parse_manifest
+from hscache.manifest import BuildManifest
 from hscache.repair import repair
 from hscache.store.index import committed_shards
-from hscache.target import loading
 from hscache.target.capture import Capturer
 from hscache.verify import verify
-from tests.conftest import DATA, TINY_HYBRID
-from tests.test_build import contents
 
 
 class _Stop(Exception):
@@ -49,18 +45,7 @@ class World:
     """What all examples share: the manifest, one loaded target, the undisturbed store."""
 
     def __init__(self, folder: Path) -> None:
-        rows = pq.read_table(DATA / "tiny-hybrid-completions.parquet").to_pylist()[:6]
-        for row in rows:
-            row["input_ids"], row["loss_mask"] = row["input_ids"][-40:], [0] * 10 + [1] * 30
-        pq.write_table(pa.Table.from_pylist(rows), folder / "corpus.parquet")
-        raw = {
-            "target": {"path": str(TINY_HYBRID), "dtype": "float32"},
-            "states": {"taps": [1, 7]},
-            "corpus": {"path": str(folder / "corpus.parquet")},
-            "limits": {"batch_tokens": 80},
-            "store": {"shard_bytes": "150KiB", "chunk_tokens": 16},
-        }
-        self.manifest: BuildManifest = parse_manifest(raw, "test")
+        self.manifest: BuildManifest = small_manifest(folder)
         self.store = folder / "reference"
         build(self.manifest, self.store)
         self.contents = contents(self.store)
@@ -161,15 +146,7 @@ class Life(RuleBasedStateMachine):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    load, loaded = loading.load_target, {}
-
-    def cached(*args: Any) -> loading.LoadedTarget:
-        if "target" not in loaded:
-            loaded["target"] = load(*args)
-        return loaded["target"]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "load_target", cached)
+    with one_target():
         yield World(tmp_path_factory.mktemp("life"))
 
 

@@ -1,0 +1,178 @@
+"""Read a drafter checkpoint that z-lab, speculators or our own export wrote.
+
+Its ``config.json`` settles the shape (:mod:`trainer.layouts`), and the weights must be those of that shape, no more and
+no fewer. speculators' files may carry weights of the target as well; with a target at hand they are compared with it,
+without one they are noted. The files are safetensors, whole or in shards; pickles are not opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hscache.console import say
+from hscache.errors import InputError, IntegrityError
+from hscache.store.head import TargetHead
+from trainer.drafter import Drafter, DrafterConfig
+from trainer.layouts import Layout, other_target, read_config
+
+CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+_OF_TARGET = {
+    "embed_tokens.weight": "embed",
+    "lm_head.weight": "lm_head",
+    "verifier_lm_head.weight": "lm_head",
+    "verifier_norm.weight": "norm",
+}
+"""Weights of the target that speculators' files may carry -> their names in :class:`TargetHead`."""
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What a checkpoint said about itself.
+
+    Attributes:
+        layout: Whose layout it is in.
+        taps: 0-based decoder blocks of the target, from its config.
+        dtypes: Of the weights in the file; the drafter has them in float32.
+        tensors: Number of the drafter's weights.
+        verifier: Name of the target, where the config has it.
+        notes: What was read but not used, and what was filled in.
+    """
+
+    layout: Layout
+    taps: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    tensors: int
+    verifier: str | None
+    notes: tuple[str, ...]
+
+
+def import_checkpoint(path: Path, head: TargetHead | None = None) -> tuple[Drafter, Imported]:
+    """Load a drafter as :func:`read_checkpoint` does, and print its taps and notes to stderr."""
+    drafter, facts = read_checkpoint(path, head)
+    say(f"{path}: a drafter in the {facts.layout} layout, taps {list(facts.taps)}")
+    for note in facts.notes:
+        say(f"{path}: {note}")
+    return drafter, facts
+
+
+def read_checkpoint(path: Path, head: TargetHead | None = None) -> tuple[Drafter, Imported]:
+    """Load a drafter, in float32 on the CPU.
+
+    Args:
+        path: Folder with ``config.json`` and safetensors.
+        head: The target's; the checkpoint is held against it. A config that does not say how many layers the target
+            has (speculators') needs it.
+
+    Raises:
+        InputError: ``drafter-missing``, ``drafter-config``, ``drafter-unsupported``, ``drafter-weights``,
+            ``drafter-shape`` or ``drafter-other-target``.
+        IntegrityError: ``drafter-damaged``.
+    """
+    raw = _read_json(path / CONFIG_FILE)
+    layout, config, notes = read_config(path, raw, head)
+    if (path / "mask_embedding.pt").exists():
+        raise InputError(
+            "drafter-unsupported",
+            f"{path}/mask_embedding.pt: an embedding of its own for the mask, expected the target's row of the mask id",
+        )
+    tensors = _read_weights(path)
+    weights = {name: tensor for name, tensor in tensors.items() if layout == "zlab" or name not in _OF_TARGET}
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    _check_weights(path, weights, drafter)
+    for name in tensors.keys() - weights.keys():
+        notes.append(_compare_with_target(path, name, tensors[name], config, head))
+    drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    verifier = (raw.get("speculators_config") or {}).get("verifier", {}).get("name_or_path")
+    return drafter, Imported(layout, config.taps, tuple(dtypes), len(weights), verifier, tuple(notes))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            "drafter-missing", f"{path} does not exist", hint="give the folder that has config.json and safetensors"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, f"not readable: {error}") from error
+    if not isinstance(content, dict):
+        raise _damaged(path, "not a JSON object")
+    return content
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    if (path / WEIGHTS_FILE).exists():
+        return _read_file(path / WEIGHTS_FILE)
+    if not (path / INDEX_FILE).exists():
+        raise InputError(
+            "drafter-missing",
+            f"{path} has neither {WEIGHTS_FILE} nor {INDEX_FILE}",
+            hint="pickled weights are not opened: convert them to safetensors",
+        )
+    places = _read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(places, dict):
+        raise _damaged(path / INDEX_FILE, "no weight_map")
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(places.values())):
+        if Path(str(name)).name != name:
+            raise _damaged(path / INDEX_FILE, f"a shard outside the folder: {name!r}")
+        found = _read_file(path / name)
+        if found.keys() != {key for key, place in places.items() if place == name}:
+            raise _damaged(path / name, f"its tensors are not those that {INDEX_FILE} names")
+        tensors |= found
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(path, f"not readable: {error}") from error
+
+
+def _check_weights(path: Path, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
+    expected = drafter.state_dict()
+    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    if missing or unexpected:
+        raise InputError(
+            "drafter-weights",
+            f"{path}: {len(missing)} weights are missing {missing[:4]}, {len(unexpected)} unexpected {unexpected[:4]}",
+            hint="a weight that nobody reads would change nothing and cost acceptance: is it another kind of drafter?",
+        )
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape or tensor.dtype not in _FLOATS:
+            raise InputError(
+                "drafter-shape",
+                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, "
+                f"expected floats {list(expected[name].shape)} by its config",
+            )
+        if not tensor.isfinite().all():
+            raise _damaged(path, f"{name} has NaN or infinities")
+
+
+def _compare_with_target(path: Path, name: str, tensor: Tensor, config: DrafterConfig, head: TargetHead | None) -> str:
+    shape = [config.hidden_size] if name == "verifier_norm.weight" else [config.vocab_size, config.hidden_size]
+    if list(tensor.shape) != shape:
+        raise InputError("drafter-shape", f"{path}: {name} is {list(tensor.shape)}, expected {shape} by its config")
+    if head is None:
+        return f"{name} is the target's: not used, and no target to compare it with"
+    if not torch.equal(getattr(head, _OF_TARGET[name]).to(tensor.dtype), tensor):
+        raise other_target(path, f"{name} differs from the target's")
+    return f"{name} equals the target's: not used"
+
+
+def _damaged(path: Path, what: str) -> IntegrityError:
+    return IntegrityError("drafter-damaged", f"{path}: {what}", hint="copy or export the checkpoint again")

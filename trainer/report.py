@@ -1,0 +1,194 @@
+"""``hstrain eval``: checkpoints side by side on held-out samples of one or more stores; tables, JSON and a picture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import hscache
+from hscache.console import say, table
+from hscache.errors import ConfigError, EnvironmentFault, InputError
+from hscache.store.head import TargetHead, load_head
+from hscache.store.layout import StorePaths
+from hscache.store.reader import Store
+from trainer.checkpoint import load_drafter
+from trainer.data import split
+from trainer.ddtree import SIZES
+from trainer.drafter import Drafter
+from trainer.evaluate import SampleScore, score_store, summarise
+from trainer.importer import CONFIG_FILE, import_checkpoint
+from trainer.losses import Head
+
+POSITIONS = (0, 16, 64, 256, 1024)
+"""Where an anchor may lie in its sample's answers, in supervised tokens: bounds of the bins."""
+
+
+def open_drafter(path: Path, head: TargetHead) -> tuple[Drafter, dict[str, Any]]:
+    """Load a drafter of ours or a released one.
+
+    Args:
+        path: A run, one of its checkpoints, or a folder in the z-lab or speculators layout.
+        head: Of the store that it is used with.
+
+    Returns:
+        The drafter, and what is known of it: ``path``, and for one of ours ``provenance``.
+
+    Raises:
+        InputError: ``not-a-checkpoint`` and what :func:`trainer.importer.read_checkpoint` raises.
+        ConflictError: ``drafter-other-target``.
+    """
+    if (path / CONFIG_FILE).exists():
+        drafter, _ = import_checkpoint(path, head)
+        return drafter, {"path": str(path)}
+    return load_drafter(path)
+
+
+def evaluate(
+    checkpoints: Sequence[Path],
+    stores: Sequence[Path],
+    *,
+    held_out: float | None = None,
+    samples: int | None = None,
+    precision: str = "fp32",
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Score checkpoints on the held-out samples of stores.
+
+    Args:
+        checkpoints: As :func:`open_drafter` takes them.
+        stores: Complete stores with the drafters' taps.
+        held_out: Share of the samples that the split holds out; None for what the first checkpoint was trained with,
+            1 for every sample.
+        samples: First so many of them; None for all.
+        precision: ``fp32`` or ``bf16``.
+        device: Such as ``cuda:0``; None for CUDA if there is one.
+
+    Returns:
+        JSON-plain: ``rows``, one for each checkpoint and store, as :func:`trainer.evaluate.summarise` with ``by_tag``
+        and ``by_position``; ``held_out``, ``precision``.
+
+    Raises:
+        HscacheError: For what a user can mend.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    rows: list[dict[str, Any]] = []
+    for store_path in stores:
+        store, target = hscache.open(store_path), load_head(StorePaths(store_path).target)
+        head = Head(target, where, dtype)
+        for path in checkpoints:
+            drafter, facts = open_drafter(path, target)
+            missing = set(drafter.config.taps) - set(store.taps)
+            if missing:
+                raise ConfigError("taps-invalid", f"{path} reads taps {sorted(missing)}, which {store_path} has not")
+            if held_out is None:
+                held_out = _held_out_of(facts)
+            numbers = _numbers(store, held_out, samples)
+            say(f"{path} on {store_path}: {len(numbers)} samples")
+            with torch.autocast(where.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                scores = score_store(
+                    drafter.to(where),
+                    head,
+                    store,
+                    numbers,
+                    backend="flex" if where.type == "cuda" else "sdpa",
+                    trees=SIZES,
+                )
+            found = {**summarise(scores), "by_tag": _by_tag(scores), "by_position": _by_position(scores)}
+            rows.append({"checkpoint": str(path), "resolved": facts["path"], "store": str(store_path), **found})
+    return {"held_out": held_out, "precision": precision, "rows": rows}
+
+
+def print_evaluation(found: dict[str, Any]) -> None:
+    """Print what :func:`evaluate` returned as tables."""
+    several = len({row["store"] for row in found["rows"]}) > 1
+    cells = []
+    for row in found["rows"]:
+        low, high = row["tau_interval"]
+        name = f"{row['checkpoint']} on {row['store']}" if several else row["checkpoint"]
+        trees = [f"{row['ddtree'][str(n)]:.3f}" for n in SIZES]
+        full = "" if row["full_block"] is None else f"{row['full_block']:.1%}"
+        figures = [f"{row['tau']:.3f}", f"{low:.2f} .. {high:.2f}", f"{row['tau_all']:.3f}", f"{row['streak']:.3f}"]
+        cells.append([name, *figures, full, *trees])
+    title = (
+        f"{found['rows'][0]['samples']} held-out samples, {found['rows'][0]['anchors']:,} anchors, {found['precision']}"
+    )
+    columns = ["drafter", "tau", "95 %", "tau_all", "streak", "full block", *(f"DDTree-{n}" for n in SIZES)]
+    table(title, columns, cells, right=range(1, len(columns)))
+    slots = len(found["rows"][0]["acc"])
+    acc = [[row["checkpoint"], *("" if a is None else f"{a:.3f}" for a in row["acc"])] for row in found["rows"]]
+    table("accuracy by slot", ["drafter", *map(str, range(1, slots + 1))], acc, right=range(1, slots + 1))
+    for kind in ("by_tag", "by_position"):
+        keys = list(dict.fromkeys(key for row in found["rows"] for key in row[kind]))
+        if len(keys) > 1:
+            body = [[row["checkpoint"], *(_or_nothing(row[kind].get(key)) for key in keys)] for row in found["rows"]]
+            title = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}[kind]
+            table(title, ["drafter", *keys], body, right=range(1, len(keys) + 1))
+
+
+def plot_evaluation(found: dict[str, Any], out: Path) -> None:
+    """Draw accuracy by slot, the histogram of walk steps, and tau beside the trees.
+
+    Raises:
+        EnvironmentFault: ``dependency-missing``.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EnvironmentFault(
+            "dependency-missing", "matplotlib is not installed", hint="pip install 'hscache[report]'"
+        ) from error
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    slots, steps, trees = figure.subplots(1, 3)
+    rows, width = found["rows"], 0.8 / len(found["rows"])
+    for i, row in enumerate(rows):
+        name = f"{row['checkpoint']} ({row['store']})"
+        slots.plot(range(1, len(row["acc"]) + 1), row["acc"], "o-", label=name)
+        share = np.array(row["histogram"]) / max(sum(row["histogram"]), 1)
+        steps.bar(np.arange(1, len(share) + 1) + (i - (len(rows) - 1) / 2) * width, share, width)
+        trees.plot(["chain", *map(str, SIZES)], [row["tau"], *(row["ddtree"][str(n)] for n in SIZES)], "o-")
+    slots.set(title="accuracy by slot", xlabel="slot", ylim=(0, 1))
+    slots.legend(fontsize="x-small")
+    steps.set(title="tokens a step of the serving walk", xlabel="tokens", ylabel="share of steps")
+    trees.set(title="tau by nodes of the draft tree", xlabel="nodes", ylabel="tokens a step")
+    figure.savefig(out, dpi=110)
+
+
+def _held_out_of(facts: dict[str, Any]) -> float:
+    if "provenance" not in facts:
+        raise InputError(
+            "not-a-checkpoint",
+            f"{facts['path']} does not say which samples it was trained on",
+            hint="name --held-out: the share to hold out, or 1 to score every sample",
+        )
+    return float(facts["provenance"]["manifest"]["data"]["validation"])
+
+
+def _numbers(store: Store, held_out: float, samples: int | None) -> list[int]:
+    held = list(range(len(store))) if held_out >= 1 else split(store, held_out)[1]
+    if not held:
+        raise InputError("sample-unknown", f"{store.path}: no sample is held out", hint="name --held-out")
+    return held[:samples]
+
+
+def _by_tag(scores: Sequence[SampleScore]) -> dict[str, float]:
+    tags = dict.fromkeys(score.tag or "untagged" for score in scores)
+    groups = {tag: summarise([s for s in scores if (s.tag or "untagged") == tag]) for tag in tags}
+    return {tag: float(figures["tau"]) for tag, figures in groups.items() if figures["samples"]}  # type: ignore[arg-type]
+
+
+def _by_position(scores: Sequence[SampleScore]) -> dict[str, float]:
+    place = np.concatenate([np.arange(len(score.anchors_N)) for score in scores])
+    yields = np.concatenate([np.minimum(score.streak + 1, score.left_N) for score in scores])
+    bins = np.searchsorted(POSITIONS, place, side="right") - 1
+    names = [f"{low} .. {high - 1}" for low, high in itertools.pairwise(POSITIONS)] + [f"{POSITIONS[-1]} .."]
+    return {name: float(yields[bins == b].mean()) for b, name in enumerate(names) if (bins == b).any()}
+
+
+def _or_nothing(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

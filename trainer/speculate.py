@@ -1,0 +1,287 @@
+"""What a drafter is worth on real prompts: tokens per step, speed, and whether the text is still the target's.
+
+Every prompt is completed with the drafter and, greedily, without it; the two texts must be equal token for token. In
+float32 they are. In bf16 a pass over several rows rounds otherwise than one over a single row, and where the two most
+likely tokens are closer than that, the texts may part: each such place is reported with both pairs of logits, so that
+a tie can be told from a fault.
+
+``tau`` is tokens per step, over all steps of all prompts: what a server would see. It equals the walk over a store's
+samples when these are the same texts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hscache.console import Progress, facts, say
+from hscache.errors import ConflictError, InputError
+from hscache.store.head import TargetHead
+from trainer.decode import Decoded, Draft, decode
+from trainer.drafter import Drafter
+from trainer.live_target import LiveTarget, Prompt, Sampling, kernel_path, load_tokenizer, open_target, read_prompts
+
+_HEAD_ROWS = 64
+_NOISE_FACTOR = 4.0
+
+
+def speculate_prompts(
+    drafter: Drafter,
+    head: TargetHead,
+    target: str,
+    prompts: list[Path],
+    sampling: Sampling,
+    *,
+    tree_size: int | None = None,
+    raw: bool = False,
+    limit: int | None = None,
+    plain: bool = True,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    attn_implementation: str = "sdpa",
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Complete prompts with a drafter and without, and report how that went.
+
+    Args:
+        drafter: The drafter.
+        head: Of the store that it was fitted from.
+        target: Checkpoint directory or hub id.
+        prompts: Files as ``hscache generate`` takes them.
+        sampling: How tokens are chosen; temperature 0 for greedy. The seed of a prompt follows from its place.
+        tree_size: Nodes of a draft tree; None for a chain.
+        raw: Continue texts as they are, without the chat template.
+        limit: First N prompts of each file.
+        plain: Decode without the drafter too.
+        dtype: Precision of the target.
+        attn_implementation: Of the target, as transformers names it.
+        device: Such as ``cuda:0``; None for CUDA if there is one.
+
+    Returns:
+        JSON-plain: ``prompts`` (one entry each), ``rejected``, ``tau``, ``streaks`` (histogram), ``tokens_per_s``,
+        ``lossless``, ``kernels``, and what was asked for.
+
+    Raises:
+        ConfigError: ``taps-invalid``.
+        ConflictError: ``target-other``.
+        EnvironmentFault: What loading, kernels and rollback raise.
+        InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``.
+    """
+    taps = drafter.config.taps
+    opened = open_target(target, taps, dtype=dtype, attn_implementation=attn_implementation, device=device)
+    with opened as (live, observation):
+        check_same_target(live, drafter, head)
+        tokenizer = load_tokenizer(live.directory)
+        if not live.eos_ids and tokenizer.eos_token_id is not None:
+            live.eos_ids = {tokenizer.eos_token_id}
+        draft = Draft(drafter.to(live.device), head, live.device)
+        ready, rejected = _ready(live, tokenizer, draft, prompts, sampling, raw=raw, limit=limit)
+        # the first pass of everything is slower: kernels are chosen, compiled and tuned
+        for side in (draft, None)[: 2 if plain else 1]:
+            decode(live, ready[0].ids, dataclasses.replace(sampling, max_new_tokens=3), side, tree_size)
+        progress, entries = Progress("speculate", len(ready), "prompts"), []
+        for place, prompt in enumerate(ready):
+            seeded = dataclasses.replace(sampling, seed=sampling.seed * 1_000_003 + place)
+            drafted = decode(live, prompt.ids, seeded, draft, tree_size)
+            peer = decode(live, prompt.ids, seeded) if plain else None
+            entries.append(_entry(prompt, drafted, peer, greedy=sampling.temperature <= 0))
+            progress.advance(1, f"tau {_tau(entries) or 0:.2f}")
+        progress.close()
+        return {
+            "target": target,
+            "device": str(live.device),
+            "dtype": dtype,
+            "kernels": kernel_path(observation),
+            "sampling": dataclasses.asdict(sampling),
+            "block_size": draft.block_size,
+            "tree_size": tree_size,
+            **summary(entries),
+            "rejected": rejected,
+            "prompts": entries,
+        }
+
+
+def check_same_target(live: LiveTarget, drafter: Drafter, head: TargetHead) -> None:
+    """Check that a loaded target is the one whose states and head the drafter knows.
+
+    Raises:
+        ConflictError: ``target-other``.
+    """
+    model: Any = live.loaded.model
+    found, wanted = live.loaded.shape, drafter.config
+    here = (found.num_layers, found.hidden_size, found.vocab_size)
+    there = (wanted.num_target_layers, wanted.hidden_size, wanted.vocab_size)
+    if here != there:
+        raise ConflictError(
+            "target-other", f"the target has (layers, width, vocabulary) {here}, the drafter's had {there}"
+        )
+    lm_head: Any = live.loaded.head
+    weights = (
+        ("embedding", model.get_input_embeddings().weight, head.embed),
+        ("head", lm_head.weight, head.lm_head),
+    )
+    for name, here_VH, there_VH in weights:
+        if here_VH.shape != there_VH.shape:
+            raise ConflictError("target-other", f"{name}: {list(here_VH.shape)}, the store's {list(there_VH.shape)}")
+        some = torch.linspace(0, len(there_VH) - 1, _HEAD_ROWS).long()
+        pair = (here_VH[some.to(here_VH.device)].cpu().bfloat16(), there_VH[some].bfloat16())
+        if not torch.equal(*pair):
+            raise ConflictError(
+                "target-other",
+                f"the target's {name} is not that of the store from which the drafter was fitted",
+                hint="give the checkpoint that hscache info names as the store's target",
+            )
+
+
+def difference(drafted: Decoded, peer: Decoded) -> dict[str, Any] | None:
+    """Return where two greedy completions of one prompt part first, or None where they do not.
+
+    Returns:
+        ``position`` in the completion; of both sides the ``token``, and the two most likely tokens with their logits;
+        ``gap``, the smaller distance between those two logits; ``noise``, how far the best logit of the two sides was
+        apart at most at the tokens before, which were equal; ``kind``: ``tie`` without a gap, ``noise`` for one that
+        is at most a few times the noise, else ``unexplained``, which is a fault of ours.
+    """
+    pairs = zip(drafted.ids, peer.ids, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted.ids), len(peer.ids)))
+    if at == len(drafted.ids) == len(peer.ids):
+        return None
+    if at >= min(len(drafted.ids), len(peer.ids)):
+        return {"position": at, "kind": "unexplained", "lengths": [len(drafted.ids), len(peer.ids)]}
+    noise = max(
+        (abs(a[0] - b[0]) for a, b in zip(drafted.top_logits[:at], peer.top_logits[:at], strict=True)), default=0
+    )
+    gap = min(logits[at][0] - logits[at][1] for logits in (drafted.top_logits, peer.top_logits))
+    kind = "tie" if gap == 0 else "noise" if gap <= _NOISE_FACTOR * noise else "unexplained"
+    sides = {
+        name: {"token": side.ids[at], "top_ids": side.top_ids[at], "top_logits": side.top_logits[at]}
+        for name, side in (("drafted", drafted), ("plain", peer))
+    }
+    return {"position": at, "kind": kind, "gap": gap, "noise": noise, **sides}
+
+
+def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures over all prompts."""
+    streaks = [streak for entry in entries for streak in entry["streaks"]]
+    histogram = [streaks.count(n) for n in range(max(streaks, default=-1) + 1)]
+    compared = [entry for entry in entries if entry["lossless"] is not None]
+    differing = [entry["difference"]["kind"] for entry in compared if entry["difference"]]
+    speeds = {side: _speed(entries, side) for side in ("drafted", "plain")}
+    with_drafter, without = speeds["drafted"], speeds["plain"]
+    return {
+        "tau": _tau(entries),
+        "tau_by_tag": {
+            tag: _tau([entry for entry in entries if entry["tag"] == tag])
+            for tag in sorted({entry["tag"] for entry in entries} - {None})
+        },
+        "steps": len(streaks),
+        "streaks": histogram,
+        "tokens_per_s": speeds,
+        "speedup": with_drafter / without if with_drafter and without else None,
+        "lossless": {
+            "compared": len(compared),
+            "equal": len(compared) - len(differing),
+            **{kind: differing.count(kind) for kind in ("tie", "noise", "unexplained")},
+        },
+    }
+
+
+def print_speculation(found: dict[str, Any]) -> None:
+    """Print what :func:`speculate_prompts` returned."""
+    speeds, lossless = found["tokens_per_s"], found["lossless"]
+    shape = f"tree of {found['tree_size']} nodes" if found["tree_size"] else f"blocks of {found['block_size']}"
+    pairs: list[tuple[str, object]] = [
+        ("prompts", f"{len(found['prompts'])} ({len(found['rejected'])} rejected)"),
+        ("tau", f"{found['tau']:.3f} tokens a step, {found['steps']:,} steps"),
+        ("streaks", " ".join(f"{n}:{count}" for n, count in enumerate(found["streaks"]))),
+        ("kernels", found["kernels"]),
+    ]
+    if len(found["tau_by_tag"]) > 1:
+        pairs.append(("by tag", ", ".join(f"{tag} {tau:.2f}" for tag, tau in found["tau_by_tag"].items())))
+    if found["speedup"]:
+        with_drafter, without = speeds["drafted"], speeds["plain"]
+        pairs.append(
+            (
+                "speed",
+                f"{with_drafter:.1f} tokens/s, {without:.1f} without a drafter: {found['speedup']:.2f} times as fast",
+            )
+        )
+    if lossless["compared"]:
+        other = ", ".join(f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind])
+        pairs.append(
+            ("lossless", f"{lossless['equal']} of {lossless['compared']} as without a drafter; {other or 'no other'}")
+        )
+    facts(f"{found['target']}: {found['dtype']} on {found['device']}, {shape}", pairs)
+    for entry in found["prompts"]:
+        if entry.get("difference"):
+            say(f"{entry['id']}: {entry['difference']}")
+
+
+def _ready(
+    live: LiveTarget,
+    tokenizer: Any,
+    draft: Draft,
+    paths: list[Path],
+    sampling: Sampling,
+    *,
+    raw: bool,
+    limit: int | None,
+) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    rejected: list[dict[str, Any]] = []
+
+    def reject(source: str, row: int, reason: str, detail: str) -> None:
+        rejected.append({"source": source, "row": row, "reason": reason, "detail": detail})
+
+    ready = []
+    room = live.max_positions - sampling.max_new_tokens - draft.block_size
+    for prompt in read_prompts(paths, tokenizer, reject, raw=raw, limit=limit):
+        if not 0 < len(prompt.ids) <= room:
+            reject(prompt.source, prompt.row, "too-long", f"{len(prompt.ids)} prompt tokens, room for {room}")
+        else:
+            ready.append(prompt)
+    if not ready:
+        raise InputError(
+            "corpus-empty", f"{', '.join(map(str, paths))}: no prompt can be used ({len(rejected)} rejected)"
+        )
+    if rejected:
+        say(f"{len(rejected)} prompts rejected, {len(ready)} used")
+    return ready, rejected
+
+
+def _entry(prompt: Prompt, drafted: Decoded, peer: Decoded | None, *, greedy: bool) -> dict[str, Any]:
+    apart = difference(drafted, peer) if peer is not None and greedy else None
+    entry: dict[str, Any] = {
+        "id": prompt.sample_id,
+        "tag": prompt.tag,
+        "prompt_tokens": len(prompt.ids),
+        "ids": drafted.ids,
+        "finish_reason": drafted.finish_reason,
+        "anchors": [step.anchor for step in drafted.steps],
+        "accepted": [step.accepted for step in drafted.steps],
+        "streaks": [step.streak for step in drafted.steps],
+        "tau": _mean(step.accepted for step in drafted.steps),
+        "lossless": apart is None if peer is not None and greedy else None,
+        "difference": apart,
+    }
+    for name, side in (("drafted", drafted), ("plain", peer)):
+        entry[name] = side and {"tokens": len(side.ids), "prefill_s": side.prefill_s, "decode_s": side.decode_s}
+    return entry
+
+
+def _speed(entries: Sequence[dict[str, Any]], side: str) -> float | None:
+    """Return tokens per second after the first token of each prompt."""
+    times = [entry[side] for entry in entries if entry[side] is not None and entry[side]["tokens"] > 1]
+    seconds = sum(time["decode_s"] for time in times)
+    return sum(time["tokens"] - 1 for time in times) / seconds if seconds else None
+
+
+def _tau(entries: Sequence[dict[str, Any]]) -> float | None:
+    return _mean(accepted for entry in entries for accepted in entry["accepted"])
+
+
+def _mean(numbers: Iterable[int]) -> float | None:
+    values = list(numbers)
+    return sum(values) / len(values) if values else None
