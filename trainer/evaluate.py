@@ -195,7 +195,8 @@ def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, to
     ids, logprobs = [], []
     for x_RH in hidden_NKH.flatten(0, 1).split(rows):
         logits = head.logits(x_RH)
-        best, which = logits.topk(min(m, head.vocab_size), -1)
-        logprobs.append(best - logits.logsumexp(-1, keepdim=True) if m > 1 else best)
+        # the softmax is only wanted where trees weigh one slot's tokens against another's
+        best, which = (logits.log_softmax(-1) if m > 1 else logits).topk(min(m, head.vocab_size), -1)
+        logprobs.append(best)
         ids.append(which)
     return torch.cat(ids).view(N, K, -1), torch.cat(logprobs).view(N, K, -1)
