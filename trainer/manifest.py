@@ -182,8 +182,8 @@ def drafter_config(
         num_layers: Of the target.
 
     Raises:
-        ConfigError: ``taps-invalid`` for a tap that the store has not, or taps out of order; ``manifest-value`` for a mask token outside the
-            vocabulary.
+        ConfigError: ``taps-invalid`` for a tap that the store has not, or taps out of order; ``manifest-value`` for a
+            mask token outside the vocabulary.
     """
     chosen = tuple(spec.taps or taps)
     if not set(chosen) <= set(taps):
