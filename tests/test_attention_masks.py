@@ -96,7 +96,9 @@ def some_documents(draw: st.DrawFn) -> Documents:
 
 
 @given(some_documents(), st.integers(2, 6), st.none() | st.integers(1, 9), st.integers(1, 30))
-def test_however_documents_lie_and_groups_are_cut(documents: Documents, size: int, window: int | None, cut: int) -> None:
+def test_however_documents_lie_and_groups_are_cut(
+    documents: Documents, size: int, window: int | None, cut: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "_GROUP_QUERIES", cut)
         compare(documents, size, window)
@@ -147,9 +149,7 @@ def test_a_long_sample_is_cut_into_groups_that_pay_for_what_they_see() -> None:
     blocks = blocks_of(many, 16)
     assert all((some.stop - some.start) * 16 <= masks._GROUP_QUERIES for some, _ in blocks.groups)
     assert sum(some.stop - some.start for some, _ in blocks.groups) == len(blocks)
-    assert [rows.stop for _, rows in blocks.groups] == [
-        int(blocks.hi[some].max()) for some, _ in blocks.groups
-    ]
+    assert [rows.stop for _, rows in blocks.groups] == [int(blocks.hi[some].max()) for some, _ in blocks.groups]
 
 
 def test_masks_are_made_once_a_window() -> None:

@@ -165,7 +165,8 @@ def test_nothing_to_train_is_a_loss_of_zero_that_can_be_differentiated() -> None
 
 
 def test_topk_divergence_is_zero_at_the_target_and_sees_the_tail_as_one_bucket() -> None:
-    head = Head(TargetHead(torch.eye(VOCAB), torch.eye(VOCAB), torch.ones(VOCAB), {"head": {"scale": 1.0, "softcap": None}}), "cpu", torch.float32)
+    facts = {"head": {"scale": 1.0, "softcap": None}}
+    head = Head(TargetHead(torch.eye(VOCAB), torch.eye(VOCAB), torch.ones(VOCAB), facts), "cpu", torch.float32)
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
     top, ids = logits.log_softmax(-1).topk(4)
     targets = SlotTargets(torch.tensor([[0]]), torch.tensor([[0]]), ids[None].int(), top[None])
@@ -208,7 +209,11 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        sizes = [leaf.untyped_storage().nbytes() // leaf.element_size() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        sizes = [
+            leaf.untyped_storage().nbytes() // leaf.element_size()
+            for leaf in tree_leaves(out)
+            if isinstance(leaf, Tensor)
+        ]
         self.elements = max([self.elements, *sizes])
         return out
 
@@ -224,7 +229,8 @@ def big_head() -> Head:
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights"), [("ce", "dpace"), ("ce-argmax", "exp"), ("kl-topk", "exp"), ("kl-exact", "none"), ("tv", "dpace")]
+    ("kind", "weights"),
+    [("ce", "dpace"), ("ce-argmax", "exp"), ("kl-topk", "exp"), ("kl-exact", "none"), ("tv", "dpace")],
 )
 def test_logits_of_all_queries_never_exist(big_head: Head, kind: str, weights: str) -> None:
     n = BIG_N if weights == "dpace" and kind == "ce" else 6  # as many as time allows

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hscache
+from hscache.store.head import TargetHead
 from hscache.store.index import load_index
 from hscache.store.reader import Store
 from hscache.store.ring import ReadAhead
@@ -55,9 +56,7 @@ def packs_of(
 ) -> list[list[Pack]]:  # fmt: skip
     """Return the packs of steps, with all samples of the store in the schedule."""
     schedule = Schedule(range(len(store)), store.n_tokens, one, seed)
-    with PackStream(
-        store, schedule, shape, one, seed=seed, start=start, stop=stop, rank=rank, world=world
-    ) as stream:
+    with PackStream(store, schedule, shape, one, seed=seed, start=start, stop=stop, rank=rank, world=world) as stream:
         return list(stream)
 
 
@@ -126,7 +125,9 @@ def test_an_epoch_has_every_sample_once_in_an_order_of_its_own(store: Store) -> 
         assert tuple(i for pack in other for i in pack) == orders[0, 1]
 
 
-@given(st.lists(st.integers(2, 90), min_size=1, max_size=30), st.integers(2, 120), st.integers(1, 4), st.integers(2, 80))
+@given(
+    st.lists(st.integers(2, 90), min_size=1, max_size=30), st.integers(2, 120), st.integers(1, 4), st.integers(2, 80)
+)
 def test_packs_keep_to_their_room_and_steps_to_their_packs(
     lengths: list[int], room: int, per_step: int, longest: int
 ) -> None:
@@ -287,9 +288,9 @@ def packs_differ_from_store(packs: Iterable[Pack], store: Store, windows: dict[i
                             faults.append(f"{sample_id} at {a}: slot {k} has another token's distribution")
                         if not torch.equal(pack.targets.top_logprobs[row], whole.logits.logprobs[of]):
                             faults.append(f"{sample_id} at {a}: slot {k} has other log-probabilities")
-                    if going and pack.targets.final_states is not None:
-                        if not torch.equal(pack.targets.final_states[row], whole.final_state[at - 1]):
-                            faults.append(f"{sample_id} at {a}: slot {k} has another token's final state")
+                    final = pack.targets.final_states
+                    if going and final is not None and not torch.equal(final[row], whole.final_state[at - 1]):
+                        faults.append(f"{sample_id} at {a}: slot {k} has another token's final state")
                 block += 1
     return faults
 
@@ -343,11 +344,10 @@ def test_samples_without_anchors_leave_no_trace(tmp_path: Path) -> None:
 
 def exact_head() -> Head:
     """A head that gives a state back as the token whose row it is."""
-    from hscache.store.head import TargetHead
-
     rows = torch.randn(32, HIDDEN, generator=torch.Generator().manual_seed(0))
     rows /= rows.norm(dim=1, keepdim=True)
-    return Head(TargetHead(rows, rows, torch.ones(HIDDEN), {"head": {"scale": 1.0, "softcap": None}}), "cpu", torch.float32)
+    facts = {"head": {"scale": 1.0, "softcap": None}}
+    return Head(TargetHead(rows, rows, torch.ones(HIDDEN), facts), "cpu", torch.float32)
 
 
 def slot_k_is_token_anchor_plus_k(little: Little) -> None:

@@ -223,7 +223,7 @@ def test_every_field_is_explained_with_its_default(model: type[BaseModel], headi
         assert len(text) > 10, key
         default = field.default
         if field.is_required():
-            assert "," not in type_ or " or " in type_, f"{key} has no default"
+            assert "," not in type_ or " or " in type_ or key.startswith("target.shape."), f"{key} has no default"
         elif isinstance(default, bool):
             assert type_.endswith(f", {str(default).lower()}"), key
         elif isinstance(default, int | float) and default != 1 << 30:

@@ -102,7 +102,8 @@ def split(store: Store, fraction: float) -> tuple[list[int], list[int]]:
     """Return the numbers of training and of validation samples.
 
     The hash of its id alone decides about a sample: two stores of one corpus have one split, and a corpus that grows
-    moves nothing to the other side. With a fraction above zero at least one sample of two or more is held out.
+    moves nothing to the other side. With a fraction above zero at least one sample of two or more is held out, and at
+    least one is left to train on.
 
     Args:
         store: An opened store.
@@ -112,6 +113,8 @@ def split(store: Store, fraction: float) -> tuple[list[int], list[int]]:
     held = draws < fraction
     if fraction > 0 and len(draws) > 1:
         held[int(draws.argmin())] = True
+    if held.all() and len(draws):
+        held[int(draws.argmax())] = False
     return np.flatnonzero(~held).tolist(), np.flatnonzero(held).tolist()
 
 

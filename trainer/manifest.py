@@ -18,9 +18,9 @@ from hscache.manifest import Section, Taps, load_toml
 from trainer.drafter import DrafterConfig, LayerType
 from trainer.losses import Kind, Weights, default_gamma
 
-Number = Annotated[float, Strict(False)]
-"""A float that may be written as a whole number; text such as ``"6e-4"`` is refused."""
-Fraction = Annotated[float, Strict(False), Field(ge=0, lt=1)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+"""A float that may be written as a whole number (strict floats take integers); text such as ``"6e-4"`` is refused."""
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DrafterSpec(Section):
@@ -80,7 +80,7 @@ class LossSpec(Section):
     """``ce``, ``ce-argmax``, ``kl-topk``, ``kl-exact`` or ``tv``."""
     weights: Weights = "exp"
     """Weight of a slot: ``exp``, ``dpace`` or ``none``."""
-    gamma: Annotated[float, Strict(False), Field(gt=0)] | None = None
+    gamma: Annotated[Number, Field(gt=0)] | None = None
     """Decay of ``exp``, in slots; default 7, 5, 4 for a block size near 16, 10, 8."""
 
 
@@ -182,12 +182,14 @@ def drafter_config(
         num_layers: Of the target.
 
     Raises:
-        ConfigError: ``taps-invalid`` for a tap that the store has not; ``manifest-value`` for a mask token outside the
-            vocabulary.
+        ConfigError: ``taps-invalid`` for a tap that the store has not, or taps out of order; ``manifest-value`` for a
+            mask token outside the vocabulary.
     """
     chosen = tuple(spec.taps or taps)
     if not set(chosen) <= set(taps):
         raise ConfigError("taps-invalid", f"drafter.taps {list(chosen)}: the store has {list(taps)}")
+    if list(chosen) != sorted(set(chosen)):
+        raise ConfigError("taps-invalid", f"drafter.taps {list(chosen)}: must ascend, without repetition")
     if spec.mask_token_id >= vocab_size:
         raise ConfigError(
             "manifest-value", f"drafter.mask_token_id: {spec.mask_token_id}, the target's vocabulary has {vocab_size}"
