@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install assets demo test lint types check crash fla clean
+.PHONY: help install assets demo demo-smollm2 test lint types check crash fla clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,8 +20,11 @@ install: $(STAMP)  ## make .venv and install hscache with the developers' tools
 assets: $(STAMP)  ## fetch the demo's target and prompts into the user cache (once)
 	@$(BIN)/python tools/demo_assets.py
 
-demo: assets  ## the main job end to end on a real small model
+demo: $(STAMP)  ## prompts to an exported drafter, on the trained 7M hybrid of this repository; five minutes
 	@$(BIN)/python tools/demo.py
+
+demo-smollm2: assets  ## the same on SmolLM2-135M-Instruct; most of an hour
+	@$(BIN)/python tools/demo.py smollm2
 
 test: assets  ## the test suite, as CI runs it
 	$(BIN)/python -m pytest

@@ -198,9 +198,9 @@ def test_many_real_prompts_are_lossless(smollm2, tree_size):
     paths = [Path.home() / f".cache/hscache/prompts/{name}.jsonl" for name in ("humaneval", "mtbench")]
     with live(smollm2, (1, 8, 14, 20, 27)) as target:
         drafter, head = random_drafter(target), head_of(target)
-    options = {"limit": 8, "dtype": "float32", "device": "cpu", "tree_size": tree_size}
-    report = speculate_prompts(drafter, head, str(smollm2), paths, Sampling(max_new_tokens=48), **options)
-    assert report["lossless"] == {"compared": 16, "equal": 16, "tie": 0, "noise": 0, "unexplained": 0}
+    options = {"limit": 3, "dtype": "float32", "device": "cpu", "tree_size": tree_size}
+    report = speculate_prompts(drafter, head, str(smollm2), paths, Sampling(max_new_tokens=32), **options)
+    assert report["lossless"] == {"compared": 6, "equal": 6, "tie": 0, "noise": 0, "unexplained": 0}
 
 
 def test_prompts_are_those_of_generate(prompts):

@@ -10,11 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import hscache
+from hscache.errors import IntegrityError
 from hscache.manifest import check_fields, to_toml
 from hscache.plan import CorpusRow
 from hscache.store.head import TargetHead
+from hscache.store.index import load_index
+from hscache.store.layout import StorePaths, padding_bytes
 from hscache.store.reader import Sample, TopLogits
-from tests.stores import HIDDEN, TAPS, VOCAB, Edit, Little, head_weights, little_manifest, make_store
+from tests.stores import HIDDEN, TAPS, VOCAB, Edit, Little, flip, head_weights, little_manifest, make_store
 from trainer.data import Pack, PackBuilder, PackShape
 from trainer.drafter import Drafter, DrafterConfig, block_inputs
 from trainer.losses import Head
@@ -130,3 +134,23 @@ def draft(drafter: Drafter, head: Head, pack: Pack, backend: Backend = "sdpa") -
     inputs = block_inputs(pack.anchor_ids_N, head.embed_VH.float(), drafter.config)
     hidden = drafter(pack.states_TLH, pack.positions_T, inputs, pack.blocks(B, backend))
     return head.logits(hidden).unflatten(0, (-1, B))
+
+
+def damage(path: Path, sample_id: str) -> None:
+    """Flip a byte of one sample's states in a store of raw arrays, and of no other sample."""
+    index = {row["sample_id"]: row for row in load_index(path).to_pylist()}
+    row, shard = index[sample_id], StorePaths(path).shard(index[sample_id]["shard"])
+    (file,) = [file for file in (shard / "hidden_states").iterdir() if file.name.startswith("c.")]
+    spec = hscache.open(path).specs["hidden_states"]
+    span = spec.row_bytes * spec.chunk_rows + 4
+    span += padding_bytes(span)
+    middle = (row["start"] + row["n_tokens"] // 2) // spec.chunk_rows
+    flip(file, middle * span + 3)
+    store = hscache.open(path)
+    for i, one in enumerate(store.sample_ids):
+        try:
+            store.sample(i)
+        except IntegrityError:
+            assert one == sample_id, f"{one} is damaged, too"
+        else:
+            assert one != sample_id, f"{one} is whole"

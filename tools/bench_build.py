@@ -4,7 +4,7 @@ One process builds a store and runs the bare forward of the very same batches, i
 paired ratios. The bare forward is what no offline pipeline can avoid: the backbone on padded batches, and the head on
 the supervised rows. A build adds hooks, bf16 rounding, top-k, checks, checksums, files and fsync.
 
-    python tools/bench_build.py manifests/build/demo.toml [--repeats 5] [--set key=value ...] [--json]
+    python tools/bench_build.py manifests/build/demo-smollm2.toml [--repeats 5] [--set key=value ...] [--json]
 """
 
 from __future__ import annotations

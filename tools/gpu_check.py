@@ -87,7 +87,7 @@ def check_store(machine: Machine, dtype: str) -> dict[str, Any]:
         store = Path(scratch) / "store"
         corpus = _corpus(Path(scratch) / "corpus.parquet", machine.samples)
         manifest = load_manifest(
-            ROOT / "manifests/build/tiny-hybrid.toml",
+            ROOT / "manifests/build/demo.toml",
             [f"target.path={ROOT}/tools/tiny_hybrid", f"corpus.path={corpus}", f"target.dtype={dtype}"],
         )
         policy = KernelPolicy("auto" if machine.why_no_fla else "fla", allow_fallback=True)

@@ -2,7 +2,7 @@
 
 ::
 
-    python tools/measure_codecs.py runs/demo/store runs/tiny-hybrid/store [--json OUT.json]
+    python tools/measure_codecs.py runs/demo-smollm2/store runs/demo/store [--json OUT.json]
 
 Every scheme works per (token, tap) and is tried with 8, 6 and 4 bits:
 

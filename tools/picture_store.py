@@ -1,6 +1,6 @@
 """Draw one sample of a store: magnitude of its states per tap and token, supervision, the target's confidence.
 
-python tools/picture_store.py runs/demo/store tools/pictures/store.png [SAMPLE]
+python tools/picture_store.py runs/demo-smollm2/store tools/pictures/store.png [SAMPLE]
 """
 
 from __future__ import annotations

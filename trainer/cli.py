@@ -80,6 +80,7 @@ def fit(
     set_: Set = None,
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     overfit: Annotated[int, typer.Option(min=0, help="Learn so many samples by heart, as a check, and stop.")] = 0,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write figures for TensorBoard too.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show parameters, memory, steps and hours; train nothing.")
     ] = False,
@@ -104,7 +105,7 @@ def fit(
     from trainer.fit import fit as run_fit
 
     try:
-        report = run_fit(parsed, store, out, device=device, overfit=overfit)
+        report = run_fit(parsed, store, out, device=device, overfit=overfit, tensorboard=tensorboard)
     except Interrupted as stop:
         say(f"{stop}: a checkpoint is written. The same command goes on from there")
         raise typer.Exit(128 + stop.signum) from None

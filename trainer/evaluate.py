@@ -163,6 +163,13 @@ def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
     }
 
 
+def by_tag(scores: Sequence[SampleScore]) -> dict[str, float]:
+    """Return tau of the samples of each tag."""
+    tags = dict.fromkeys(score.tag or "untagged" for score in scores)
+    groups = {tag: summarise([s for s in scores if (s.tag or "untagged") == tag]) for tag in tags}
+    return {tag: float(figures["tau"]) for tag, figures in groups.items() if figures["samples"]}  # type: ignore[arg-type]
+
+
 def _tau(walks: Sequence[Sequence[int]]) -> float:
     return sum(map(sum, walks)) / sum(map(len, walks))
 

@@ -22,7 +22,7 @@ from trainer.data import Pack
 from trainer.evaluate import score_store
 from trainer.manifest import TrainManifest
 from trainer.parallel import World, full, optimizer_tensors, restore_optimizers
-from trainer.progress import Log
+from trainer.progress import Board, Log
 from trainer.step import Trainer
 
 _OVERFIT_EVERY = 10
@@ -72,7 +72,13 @@ class FitReport:
 
 
 def fit(
-    manifest: TrainManifest, store_path: Path, out: Path, *, device: str | None = None, overfit: int = 0
+    manifest: TrainManifest,
+    store_path: Path,
+    out: Path,
+    *,
+    device: str | None = None,
+    overfit: int = 0,
+    tensorboard: bool = False,
 ) -> FitReport:
     """Train a drafter, or go on with one.
 
@@ -82,6 +88,7 @@ def fit(
         out: Run directory; new, or begun with the same manifest and store.
         device: Such as ``cpu``; None for CUDA where it is.
         overfit: Learn so many samples by heart, as a check; 0 trains.
+        tensorboard: Write the figures for TensorBoard too.
 
     Raises:
         HscacheError: For what a user can mend; ``training-diverged`` when the loss is no number any more.
@@ -90,7 +97,10 @@ def fit(
     world = World.join(device)
     try:
         with stop_on_signal() as stop:
-            return _Run(Trainer(manifest, store_path, world, overfit=overfit), out, stop).go()
+            run = _Run(Trainer(manifest, store_path, world, overfit=overfit), out, stop)
+            if tensorboard and world.main:
+                run.board = Board(run.paths.root / "tensorboard")
+            return run.go()
     finally:
         world.leave()
 
@@ -104,6 +114,7 @@ class _Run:
         self.report = FitReport(str(out))
         self.first_loss: float | None = None
         self.skipped = 0
+        self.board: Board | None = None
         self.store_facts = store_facts(trainer.store)
 
     def go(self) -> FitReport:
@@ -128,7 +139,7 @@ class _Run:
                 log.add(record, packs)
                 last = step == t.total_steps
                 if self.main and (step % run.log_every == 0 or last):
-                    ckpt.append_line(self.paths.metrics, log.line(step, record))
+                    self._record(log.line(step, record))
                 if t.overfit:
                     if step % _OVERFIT_EVERY == 0 and self._learnt(step):
                         break
@@ -209,7 +220,7 @@ class _Run:
         self.report.first_tau = tau if step == 0 else self.report.first_tau
         if self.main:
             record = {"step": step, "kind": "validation", **found, "seconds": time.monotonic() - began}
-            ckpt.append_line(self.paths.metrics, record)
+            self._record(record)
             low, high = found["tau_interval"]
             say(
                 f"validation at step {step}: tau {tau:.3f} [{low:.2f}, {high:.2f}], tau_all {found['tau_all']:.3f}, "
@@ -220,6 +231,11 @@ class _Run:
             self._save(step)
             if self.main:
                 ckpt.keep_best(self.paths, step, tau)
+
+    def _record(self, record: dict[str, Any]) -> None:
+        ckpt.append_line(self.paths.metrics, record)
+        if self.board is not None:
+            self.board.add(record)
 
     def _learnt(self, step: int) -> bool:
         """Return whether the first block of every sample is accepted whole."""

@@ -20,7 +20,7 @@ from trainer.checkpoint import load_drafter
 from trainer.data import split
 from trainer.ddtree import SIZES
 from trainer.drafter import Drafter
-from trainer.evaluate import SampleScore, score_store, summarise
+from trainer.evaluate import SampleScore, by_tag, score_store, summarise
 from trainer.importer import CONFIG_FILE, import_checkpoint
 from trainer.losses import Head
 
@@ -99,7 +99,7 @@ def evaluate(
                     backend="flex" if where.type == "cuda" else "sdpa",
                     trees=SIZES,
                 )
-            found = {**summarise(scores), "by_tag": _by_tag(scores), "by_position": _by_position(scores)}
+            found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
             rows.append({"checkpoint": str(path), "resolved": facts["path"], "store": str(store_path), **found})
     return {"held_out": held_out, "precision": precision, "rows": rows}
 
@@ -174,12 +174,6 @@ def _numbers(store: Store, held_out: float, samples: int | None) -> list[int]:
     if not held:
         raise InputError("sample-unknown", f"{store.path}: no sample is held out", hint="name --held-out")
     return held[:samples]
-
-
-def _by_tag(scores: Sequence[SampleScore]) -> dict[str, float]:
-    tags = dict.fromkeys(score.tag or "untagged" for score in scores)
-    groups = {tag: summarise([s for s in scores if (s.tag or "untagged") == tag]) for tag in tags}
-    return {tag: float(figures["tau"]) for tag, figures in groups.items() if figures["samples"]}  # type: ignore[arg-type]
 
 
 def _by_position(scores: Sequence[SampleScore]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from hscache.store.reader import Store
 from trainer.anchors import random_of
 from trainer.data import Pack, PackShape, PackStream, Schedule, split
 from trainer.drafter import Drafter, block_inputs, initialise
-from trainer.evaluate import score_store, summarise
+from trainer.evaluate import by_tag, score_store, summarise
 from trainer.losses import BlockLoss, Head, head_loss, logit_std
 from trainer.manifest import TrainManifest, drafter_config
 from trainer.masks import Backend
@@ -182,7 +182,7 @@ class Trainer:
             scores = score_store(self.drafter, self.head, self.store, mine, backend=self.backend, trees=(8,))
         if not shared:
             scores = [score for part in self.world.gather(scores) for score in part]  # type: ignore[attr-defined]
-        return summarise(scores)
+        return {**summarise(scores), "by_tag": by_tag(scores)}
 
     def _noisy(self, pack: Pack, step: int) -> Tensor:
         """Return the drafter's copy of the context; targets keep the clean states."""

@@ -52,9 +52,9 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert len(row["input_ids"]) == n
     pq.write_table(pa.Table.from_pylist(rows), root / "corpus.parquet")
     path = root / "tiny-hybrid.toml"
-    text = (ROOT / "manifests/build/tiny-hybrid.toml").read_text()
+    text = (ROOT / "manifests/build/demo.toml").read_text()
     text = text.replace('"tools/tiny_hybrid"', f'"{ROOT}/tools/tiny_hybrid"')
-    path.write_text(text.replace("runs/tiny-hybrid/corpus.parquet", f"{root}/corpus.parquet"))
+    path.write_text(text.replace("runs/demo/corpus.parquet", f"{root}/corpus.parquet"))
     return path
 
 
