@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -14,9 +13,6 @@ import torch
 from hscache import __version__
 from hscache.console import Interrupted, duration, say, stop_on_signal
 from hscache.errors import IntegrityError, TrainingFault
-from hscache.store.index import read_shard
-from hscache.store.layout import StorePaths
-from hscache.store.reader import Store
 from trainer import checkpoint as ckpt
 from trainer.data import Pack
 from trainer.evaluate import score_store
@@ -115,7 +111,7 @@ class _Run:
         self.first_loss: float | None = None
         self.skipped = 0
         self.board: Board | None = None
-        self.store_facts = store_facts(trainer.store)
+        self.store_facts = ckpt.store_facts(trainer.store)
 
     def go(self) -> FitReport:
         t, run, started = self.t, self.t.manifest.run, time.monotonic()
@@ -262,25 +258,3 @@ class _Run:
             ckpt.save_checkpoint(self.paths, step, weights, t.config, provenance, moments, state)
             ckpt.drop_old(self.paths, t.manifest.run.keep)
         t.world.barrier()
-
-
-def store_facts(store: Store) -> dict[str, Any]:
-    """Return what a run records of its store: enough to tell later what a drafter was trained on."""
-    shard = read_shard(StorePaths(store.path).shard(0))
-    manifest, target = (
-        store.manifest["manifest"],
-        json.loads((StorePaths(store.path).target / "target.json").read_bytes()),
-    )
-    return {
-        "digest": store.manifest["digest"],
-        "target": manifest["target"]["path"],
-        "weights": store.manifest["target"]["weights"],
-        "tokenizer": store.manifest["target"]["tokenizer"],
-        "corpus": store.manifest["corpus"],
-        "taps": list(store.taps),
-        "codec": manifest["store"]["codec"],
-        "norm_kind": target["norm_kind"],
-        "kernel_path": shard["provenance"]["kernels"].get("path"),
-        "kernel_path_id": shard["provenance"]["kernels"].get("path_id"),
-        "target_dtype": manifest["target"]["dtype"],
-    }
