@@ -145,7 +145,7 @@ def _live(
         stored, fresh = sample.hidden_states.float(), rows.states.cpu().float()
         return {
             **file_facts(live.directory),
-            "shape": asdict(live.loaded.shape),
+            "shape": live.loaded.shape.model_dump(),
             "norm_kind": live.loaded.norm_kind,
             "dtype": dtype,
             "kernel_path": kernel_path(observation),
