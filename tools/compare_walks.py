@@ -47,9 +47,9 @@ def main() -> None:
     )
     other = sum(not entry["same_text"] for entry in found)
     print(
-        f"{len(found)} held-out samples, {args.dtype}: {lists} lists of acceptance lengths are equal, {len(found) - lists} are "
-        f"not ({other} of them because the live text differs); tau {cached:.4f} from the cache, {live:.4f} live "
-        f"({live / cached - 1:+.2%})"
+        f"{len(found)} held-out samples, {args.dtype}: {lists} lists of acceptance lengths are equal, "
+        f"{len(found) - lists} are not ({other} of them because the live text differs); "
+        f"tau {cached:.4f} from the cache, {live:.4f} live ({live / cached - 1:+.2%})"
     )
     for entry in found:
         if not entry["same"]:
