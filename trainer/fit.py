@@ -113,7 +113,7 @@ class _Run:
         self.main = trainer.world.main
         self.report = FitReport(str(out))
         self.first_loss: float | None = None
-        self.skipped = 0
+        self.skipped: set[str] = set()
         self.board: Board | None = None
         self.store_facts = store_facts(trainer.store)
 
@@ -154,7 +154,7 @@ class _Run:
             self._save(step)
         self.report.steps, self.report.seconds = step, time.monotonic() - started
         self.report.wait = waited / max(self.report.seconds, 1e-9)
-        self.report.skipped = self.skipped
+        self.report.skipped = len(self.skipped)
         return self.report
 
     def _document(self) -> dict[str, Any]:
@@ -173,35 +173,35 @@ class _Run:
             t.distribute()
             if self.main:
                 ckpt.forget_after(self.paths.metrics, -1)
+                ckpt.forget_after(self.paths.skipped, -1)
             return 0
         weights, moments, state = ckpt.load_state(self.paths.checkpoint(steps[-1]))
         t.drafter.load_state_dict(weights)
         t.distribute()
         restore_optimizers(t.drafter, t.optimizers, moments)
-        self.first_loss, self.skipped = state["first_loss"], state["skipped"]
+        self.first_loss, self.skipped = state["first_loss"], set(state["skipped"])
         self.report.first_tau, self.report.tau, self.report.best_tau = state["taus"]
         if self.main:
             ckpt.forget_after(self.paths.metrics, state["step"])
+            ckpt.forget_after(self.paths.skipped, state["step"])
             say(f"going on at step {state['step']} of {t.total_steps}")
         return int(state["step"])
 
     def _watch(self, step: int, record: dict[str, Any], packs: list[Pack]) -> None:
         """Record unreadable samples and stop where going on would waste time."""
-        for pack in packs:
-            for sample_id, what in pack.bad:
-                ckpt.append_line(self.paths.skipped, {"step": step, "sample_id": sample_id, "error": what})
-                say(f"skipped {sample_id}: {what}")
-        self.skipped += record["bad"]
-        if self.skipped > self.t.manifest.data.max_bad_samples:
+        if record["bad"]:
+            self._skip(step, dict(bad for pack in packs for bad in pack.bad))
+        if len(self.skipped) > self.t.manifest.data.max_bad_samples:
             raise IntegrityError(
                 "too-many-bad-samples",
-                f"{self.skipped} samples could not be read (data.max_bad_samples is "
+                f"{len(self.skipped)} samples could not be read (data.max_bad_samples is "
                 f"{self.t.manifest.data.max_bad_samples}); they are named in {self.paths.skipped}",
                 hint=f"hscache verify {self.t.store.path}, then hscache repair",
             )
-        self.first_loss = record["loss"] if self.first_loss is None else self.first_loss
+        if self.first_loss is None and record["blocks"]:
+            self.first_loss = record["loss"]
         sound = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
-        if not sound or record["loss"] > _EXPLODED * max(self.first_loss, 1.0):
+        if not sound or record["loss"] > _EXPLODED * max(self.first_loss or 0.0, 1.0):
             ids = [sample_id for pack in packs for sample_id in pack.sample_ids]
             raise TrainingFault(
                 "training-diverged",
@@ -209,6 +209,14 @@ class _Run:
                 f"on this rank: {', '.join(ids[:16])}{' ...' if len(ids) > 16 else ''}",
                 hint="lower optim.lr, or look at these samples with hscache verify --recompute",
             )
+
+    def _skip(self, step: int, bad: dict[str, str]) -> None:
+        """Record samples that some rank could not read, each once a run; all ranks must call it."""
+        found = {sample_id: what for part in self.t.world.gather(bad) for sample_id, what in part.items()}  # type: ignore[attr-defined]
+        for sample_id in found.keys() - self.skipped if self.main else ():
+            ckpt.append_line(self.paths.skipped, {"step": step, "sample_id": sample_id, "error": found[sample_id]})
+            say(f"skipped {sample_id}: {found[sample_id]}")
+        self.skipped |= found.keys()
 
     def _validate(self, step: int) -> None:
         began = time.monotonic()
@@ -257,7 +265,7 @@ class _Run:
         moments = optimizer_tensors(t.drafter, t.optimizers)
         if self.main and step not in self.paths.steps():
             taus = [self.report.first_tau, self.report.tau, self.report.best_tau]
-            state = {"first_loss": self.first_loss, "skipped": self.skipped, "taus": taus}
+            state = {"first_loss": self.first_loss, "skipped": sorted(self.skipped), "taus": taus}
             provenance = {"store": self.store_facts, "manifest": t.manifest.model_dump(mode="json")}
             ckpt.save_checkpoint(self.paths, step, weights, t.config, provenance, moments, state)
             ckpt.drop_old(self.paths, t.manifest.run.keep)

@@ -121,8 +121,8 @@ def full(tensor: Tensor) -> Tensor:
 
 def like(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return a whole tensor placed and cut as a parameter is."""
-    if whole.shape != parameter.shape:  # a counter
-        return whole
+    if whole.shape != parameter.shape:  # a counter: fused kernels want it beside the parameter
+        return whole.to(parameter.device)
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
 
