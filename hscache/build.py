@@ -254,12 +254,12 @@ class _Job:
         here = {**self._context, "kernels": kernels(records, target.device)}
         say(f"kernel path: {path}")
         for shard in committed_shards(self._paths.root):
-            there = read_shard(self._paths.shard(shard))["provenance"]
+            there = read_shard(self._paths.shard(shard), whole=True)["provenance"]
             made = there["kernels"]
             if made["path_id"] == self._kernels.accept_path:
                 continue
             self._paths_there[made["path_id"]] = there
-            if made["planned_id"] != here["kernels"]["planned_id"]:
+            if made.get("planned_id") != here["kernels"]["planned_id"]:
                 raise self._other_kernels(there, here)
 
     def _other_kernels(self, there: dict[str, Any], here: dict[str, Any]) -> ConflictError:

@@ -220,7 +220,7 @@ def _copy_target(source: Path, out: Path, staging: Path) -> None:
 
 
 def _array_bytes(root: Path) -> int:
-    records = (read_shard(StorePaths(root).shard(shard)) for shard in committed_shards(root))
+    records = (read_shard(StorePaths(root).shard(shard), whole=True) for shard in committed_shards(root))
     return sum(entry["bytes"] for record in records for entry in record["files"].values())
 
 
@@ -258,7 +258,7 @@ class _Conversion:
 
     def convert(self, shard: int, destination: Path, progress: Progress, stop: list[int]) -> None:
         """Write one shard and commit it."""
-        record = read_shard(StorePaths(self._store.path).shard(shard))
+        record = read_shard(StorePaths(self._store.path).shard(shard), whole=True)
         writer = ShardWriter(self._staging / uuid.uuid4().hex, self._specs, self._manifest.store.codec)
         rows = self._rows(shard)
         seen = _Seen(len(self._picks) + ("final_state" in self._store.specs), self._head)

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from hscache.build import BuildReport, bytes_needed, free_bytes
 from hscache.console import duration, facts, say, size, table
-from hscache.errors import ConfigError, EnvironmentFault
+from hscache.errors import ConfigError, EnvironmentFault, IntegrityError
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan, array_bytes, manifest_specs
 from hscache.store import lossy
@@ -289,7 +289,7 @@ def store_info(root: Path) -> dict[str, Any]:
     good = index.filter(pc.equal(index["status"], "ok"))
     rejected = index.filter(pc.equal(index["status"], "rejected"))
     shards = committed_shards(root)
-    records = [read_shard(paths.shard(shard)) for shard in shards]
+    records = [read_shard(paths.shard(shard), whole=True) for shard in shards]
     first = records[0] if records else None
     return {
         "store": str(root),
@@ -314,7 +314,7 @@ def store_info(root: Path) -> dict[str, Any]:
         "kernel_paths": sorted({record["provenance"]["kernels"]["path_id"] for record in records}),
         "provenance": first["provenance"] if first else None,
         "typical_rms": first["health"]["typical_rms"] if first else None,
-        "codec_error": _codec_error([record["health"]["codec"] for record in records if "codec" in record["health"]]),
+        "codec_error": _codec_error([record["health"]["codec"] for record in records if record["health"].get("codec")]),
     }
 
 
@@ -343,7 +343,7 @@ def print_info(info: dict[str, Any]) -> None:
         pairs += [
             ("ran on", f"{made['device']}, {info['dtype']}, {head['attn_implementation']} attention"),
             ("kernels", f"{made['kernels']['path']} [{', '.join(info['kernel_paths'])}]"),
-            ("with", ", ".join(f"{name} {versions[name]}" for name in _SHOWN_VERSIONS)),
+            ("with", ", ".join(f"{name} {versions.get(name)}" for name in _SHOWN_VERSIONS)),
             ("norm", f"{head['norm_kind']}, head scale {head['head']['scale']:g}, softcap {head['head']['softcap']}"),
             (
                 "magnitude",
@@ -368,6 +368,13 @@ def _codec_error(records: list[dict[str, Any]]) -> dict[str, Any] | None:
     records = [record for record in records if record["tokens"]]
     if not records:
         return None
+    columns_of = {len(record["rel_l2"]) for record in records}
+    if len(columns_of) > 1:
+        raise IntegrityError(
+            "store-damaged",
+            f"the codec's error is recorded for {sorted(columns_of)} taps, in different shards",
+            hint="hscache verify STORE --level full",
+        )
     tokens, kl_rows = (sum(record[name] for record in records) for name in ("tokens", "kl_rows"))
 
     def columns(name: str) -> list[tuple[float, ...]]:

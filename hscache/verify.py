@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -83,6 +84,8 @@ _HEAD_LIMIT_NATS = {"raw": 0.25, "lz4": 0.25, "zstd": 0.25, "int8": 0.5, "int4":
 _HEAD_MEAN_LIMIT_NATS = 1.0
 # Samples are read together up to this size.
 _READ_BYTES = 16 << 20
+# So many missing shards are named one by one.
+_MOST_MISSING = 10_000
 
 
 @dataclass(frozen=True)
@@ -172,18 +175,21 @@ class _Verifier:
         planned = range(self._report.shards)
         total = self._document["plan"]["tokens"]
         progress = Progress("verify", total, "tok") if self._full else None
-        for shard in planned:
-            if shard not in present:
-                self._find("shard-missing", shard_name(shard), "planned, not there", shard)
-                continue
+        missing = (shard for shard in planned if shard not in present)
+        for shard in islice(missing, _MOST_MISSING):
+            self._find("shard-missing", shard_name(shard), "planned, not there", shard)
+        more = len(planned) - sum(shard in planned for shard in present) - _MOST_MISSING
+        if more > 0:
+            self._find("shard-missing", "shards/", f"{more:,} more are planned and not there")
+        for shard in sorted(shard for shard in present if shard in planned):
             tokens = self._shard(shard, plan)
             if progress is not None:
                 progress.advance(tokens)
         if progress is not None:
             progress.close()
-        for shard in sorted(present - set(planned)):
+        for shard in sorted(shard for shard in present if shard not in planned):
             self._find("shard-extra", shard_name(shard), f"the plan has {len(planned)} shards", shard)
-        self._strays(present | set(planned))
+        self._strays(present, planned)
         self._kernels()
         self._magnitudes()
         self._index()
@@ -205,6 +211,10 @@ class _Verifier:
         if table_digest(plan) != self._document["plan"]["digest"]:
             self._find("plan-damaged", "plan.parquet", "not the plan of manifest.json")
             return None
+        shards = 1 + max(plan["shard"].to_pylist(), default=-1)
+        if shards != self._report.shards:
+            self._find("plan-damaged", "plan.parquet", f"{shards} shards, manifest.json has {self._report.shards}")
+            return None
         return plan
 
     def _target(self) -> None:
@@ -217,13 +227,16 @@ class _Verifier:
         except IntegrityError as error:
             self._find("target-damaged", "target/", error.message)
 
-    def _strays(self, shards: set[int]) -> None:
+    def _strays(self, present: set[int], planned: range) -> None:
         """Find what lies in the store and is no part of it; names with a dot are another tool's affair."""
         paths, root = self._paths, self._root
         parts = {paths.manifest, paths.plan, paths.index, paths.shards, paths.target, paths.staging}
         self._extra([p for p in root.iterdir() if p not in parts and not p.name.startswith(".")])
-        known = {shard_name(shard) for shard in shards}
-        self._extra([p for p in paths.shards.glob("*") if p.name not in known])
+        known = {shard_name(shard) for shard in present}
+        others = [p for p in paths.shards.glob("*") if p.name not in known]
+        # without its record a planned shard is missing, and any other folder is nothing
+        numbers = {p: int(p.stem) for p in others if p.stem.isdecimal() and len(p.stem) < 18}
+        self._extra([p for p in others if numbers.get(p, -1) not in planned or p.name != shard_name(numbers[p])])
 
     def _extra(self, found: list[Path]) -> None:
         for path in sorted(found):
@@ -233,7 +246,7 @@ class _Verifier:
         """Check one shard; return its tokens."""
         path, name = self._paths.shard(shard), shard_name(shard)
         try:
-            body = read_shard(path)
+            body = read_shard(path, whole=True)
         except IntegrityError as error:
             self._find("shard-record", name, error.message, shard)
             return 0
@@ -251,12 +264,21 @@ class _Verifier:
         made = body["provenance"]
         self._paths_seen.setdefault(made["kernels"]["path_id"], shard)
         self._paths_accepted.add(made["accepted_path"])
-        if good:
+        if good and self._columns(shard, body["health"]):
             self._typical[shard] = body["health"]["typical_rms"]
             self._codec_error(shard, body["health"])
         if self._full and whole:
             self._contents(shard, path, body, good)
         return tokens
+
+    def _columns(self, shard: int, health: dict[str, Any]) -> bool:
+        """Tell whether the statistics of a shard's record are those of this store's taps and the final state."""
+        counts = {len(health[name]) for name in ("rms", "typical_rms", "max_abs")}
+        if counts == {len(self._taps) + 1}:
+            return True
+        detail = f"of {sorted(counts)} columns, expected {len(self._taps) + 1}"
+        self._find("statistics-record", shard_name(shard), detail, shard)
+        return False
 
     def _table(self, shard: int, table: pa.Table, plan: pa.Table | None) -> None:
         if plan is None:
@@ -319,7 +341,7 @@ class _Verifier:
         if self._codec == "int4" and mean > _HEAD_MEAN_LIMIT_NATS:
             detail = f"log-probabilities differ by {mean:.3f} nats on average, limit {_HEAD_MEAN_LIMIT_NATS}"
             self._find("head-mismatch", shard_name(shard), detail, shard)
-        if complete and rows:
+        if complete and shard in self._typical:
             self._statistics(shard, body["health"], health.to_json())
 
     def _digest(self, where: str, shard: int, row: dict[str, Any], values: dict[str, NDArray[Any]]) -> None:
@@ -374,7 +396,7 @@ class _Verifier:
     def _codec_error(self, shard: int, health: dict[str, Any]) -> None:
         if self._codec not in lossy.NAMES:
             return
-        if "codec" not in health:
+        if health.get("codec") is None:
             self._find("codec-error", shard_name(shard), "no record of it", shard)
             return
         promise = lossy.WORST_COSINE[self._codec]
@@ -407,7 +429,8 @@ class _Verifier:
             return
         shards = sorted(self._typical)
         typical = np.array([self._typical[shard] for shard in shards])
-        ratio = typical / np.median(typical, axis=0)
+        with np.errstate(all="ignore"):  # a record may say anything, and the statistics tell
+            ratio = typical / np.median(typical, axis=0)
         for i, column in np.argwhere((ratio > _OUTLIER_FACTOR) | (ratio < 1 / _OUTLIER_FACTOR)):
             name = f"tap {self._taps[column]}" if column < len(self._taps) else "final state"
             detail = f"{name}: {ratio[i, column]:.2f} times the store's median magnitude"

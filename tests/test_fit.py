@@ -174,7 +174,9 @@ def test_the_seed_and_nothing_else_decides_a_run(little: Little, tmp_path: Path)
 
 
 def test_it_learns(little: Little, tmp_path: Path) -> None:
-    one = train_manifest(optim={"name": "muon", "lr": 5e-2, "max_steps": 80}, run={"validate_every": 1000, "log_every": 5})
+    one = train_manifest(
+        optim={"name": "muon", "lr": 5e-2, "max_steps": 80}, run={"validate_every": 1000, "log_every": 5}
+    )
     run(little, tmp_path / "run", one)
     losses = [line["loss"] for line in metrics(tmp_path / "run") if line["kind"] == "train"]
     assert np.mean(losses[-5:]) < 0.5 * losses[0]
@@ -220,7 +222,9 @@ def refused(little: Little, out: Path, one: TrainManifest, **options: Any) -> Co
 def test_another_manifest_or_store_is_refused_by_name(little: Little, tmp_path: Path) -> None:
     run(little, tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert "manifest.optim.lr was 0.01, is 0.02" in refused(little, tmp_path / "run", manifest(optim={"lr": 2e-2})).message
+    assert (
+        "manifest.optim.lr was 0.01, is 0.02" in refused(little, tmp_path / "run", manifest(optim={"lr": 2e-2})).message
+    )
     assert "manifest.run.seed was 0, is 1" in refused(little, tmp_path / "run", manifest(run={"seed": 1})).message
     assert "overfit was 0, is 1" in refused(little, tmp_path / "run", manifest(), overfit=1).message
     other = training_store(tmp_path / "other", LENGTHS[:-1])
@@ -236,7 +240,11 @@ def test_a_store_that_moved_is_the_same_store(little: Little, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("sections", "code"),
-    [({"logits": {"topk": 0}}, "kl-topk"), ({"logits": {"topk": 0}}, "ce-argmax"), ({"states": {"final_state": False}}, "tv")],
+    [
+        ({"logits": {"topk": 0}}, "kl-topk"),
+        ({"logits": {"topk": 0}}, "ce-argmax"),
+        ({"states": {"final_state": False}}, "tv"),
+    ],
 )
 def test_a_loss_that_the_store_cannot_feed_is_refused(tmp_path: Path, sections: Any, code: str) -> None:
     little = training_store(tmp_path / "store", [9, 12], **sections)
@@ -264,7 +272,11 @@ def test_a_flipped_byte_of_a_checkpoint_is_refused(little: Little, tmp_path: Pat
     size = (folder / name).stat().st_size
     for position in {1, 20, size // 3, size // 2, size - 2}:
         flip(folder / name, position)
-        for load in (load_drafter, lambda path: load_state(last(path)), lambda path: run(little, path, manifest(optim={"max_steps": 2}))):
+        for load in (
+            load_drafter,
+            lambda path: load_state(last(path)),
+            lambda path: run(little, path, manifest(optim={"max_steps": 2})),
+        ):
             with pytest.raises(IntegrityError) as caught:
                 load(tmp_path / "run")
             assert caught.value.code == "checkpoint-damaged"
@@ -323,7 +335,9 @@ def test_a_checkpoint_that_was_cut_while_it_was_written_is_none(
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
 
 
-def test_the_newest_checkpoints_and_the_best_one_stay(little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_checkpoints_and_the_best_one_stay(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taus = iter([1.0, 1.2, 1.7, 1.5, 1.7, 1.3, 1.6])
     found = {"samples": 1, "tau_interval": [1, 2], "tau_all": 1.0, "ddtree": {"8": 1.0}, "acc": [], "by_tag": {}}
     monkeypatch.setattr(Trainer, "validate", lambda self: {**found, "tau": next(taus)})
@@ -376,7 +390,7 @@ def test_states_that_are_no_numbers_stop_the_run_and_are_named(tmp_path: Path) -
         if row.sample_id == "t3":
             arrays["hidden_states"][:] = 0x7FC0  # NaN
 
-    little = training_store(tmp_path / "store", edit=plant)
+    little = training_store(tmp_path / "store", edit_stored=plant)
     with pytest.raises(TrainingFault) as caught:
         run(little, tmp_path / "run", train_manifest(data={"pack_tokens": 45}))
     assert caught.value.code == "training-diverged"
@@ -392,7 +406,7 @@ def test_targets_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
         if row.sample_id == "t3":
             arrays["final_state"][:] = 0x7FC0
 
-    little = training_store(tmp_path / "store", edit=plant)
+    little = training_store(tmp_path / "store", edit_stored=plant)
     with pytest.raises(TrainingFault, match="t3"):
         run(little, tmp_path / "run", train_manifest(loss={"kind": "kl-exact"}))
 
@@ -456,7 +470,9 @@ def test_a_store_without_a_single_anchor_trains_nothing_and_says_so(tmp_path: Pa
         run(little, tmp_path / "heart", overfit=1)
 
 
-def test_first_steps_without_anchors_are_no_yardstick_for_an_exploding_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_steps_without_anchors_are_no_yardstick_for_an_exploding_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     little = training_store(tmp_path / "store")
     records = iter([(0.0, 0), (9.0, 4), (9.0, 4)])
 
@@ -509,7 +525,9 @@ def test_interruption_gives_the_signals_status(little: Little, tmp_path: Path, m
 
 
 def test_sigterm_writes_a_checkpoint_and_exits_with_143(little: Little, tmp_path: Path) -> None:
-    toml = write_manifest(tmp_path / "m.toml", optim={"max_steps": 100_000}, run={"checkpoint_every": 10**6, "validate_every": 10**6})
+    toml = write_manifest(
+        tmp_path / "m.toml", optim={"max_steps": 100_000}, run={"checkpoint_every": 10**6, "validate_every": 10**6}
+    )
     command = [sys.executable, "-m", "trainer", "fit", toml, "--store", little.path, "--out", tmp_path / "run"]
     process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, env=clean_environment())
     assert process.stderr is not None

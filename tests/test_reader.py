@@ -125,7 +125,7 @@ def test_tied_head_is_stored_once(tmp_path: Path) -> None:
 
     embed = torch.randn(VOCAB, HIDDEN)
     with Staging(tmp_path / "staging") as staging:
-        facts = {"head": {"scale": 2.0, "softcap": 3.0}}
+        facts = {"head": {"scale": 2.0, "softcap": 3.0}, "norm_kind": "w"}
         tensors = {"embed": embed, "lm_head": embed, "norm": torch.ones(HIDDEN)}
         write_target(tmp_path / "target", staging.path, tensors, facts, [])
         write_target(tmp_path / "target", staging.path, {}, {}, [])  # there already: left as it is

@@ -90,12 +90,16 @@ def write_store(path: Path, samples: Sequence[Arrays], *, codec: str = "raw", ch
     body = {
         "format_version": FORMAT_VERSION,
         "manifest": {
+            "target": {"path": "synthetic", "dtype": "bfloat16"},
             "states": {"taps": list(range(taps)), "final_state": True},
+            "corpus": {"path": "synthetic"},
             "logits": {"topk": 0},
             "store": {"codec": codec, "chunk_tokens": chunk_tokens},
         },
-        "target": {"shape": {"hidden_size": hidden}},
-        "plan": {"shards": 1},
+        "target": {"shape": {"num_layers": taps, "hidden_size": hidden, "vocab_size": 32000}},
+        "corpus": {"rows": len(samples), "digest": ""},
+        "plan": {"digest": "", "shards": 1, "tokens": sum(len(arrays["input_ids"]) for arrays in samples)},
+        "created": {},
     }
     paths.manifest.write_bytes(canonical_json({**body, "digest": json_digest(body)}))
     _write_index(path, 1)

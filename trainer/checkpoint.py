@@ -32,7 +32,9 @@ from torch import Tensor
 
 from hscache.errors import ConflictError, InputError, IntegrityError
 from hscache.store.durable import Staging, disk_errors, publish_directory, replace_file, write_file
-from hscache.store.layout import canonical_json, json_digest
+from hscache.store.index import read_shard
+from hscache.store.layout import StorePaths, canonical_json, json_digest
+from hscache.store.reader import Store
 from trainer.drafter import Drafter, DrafterConfig
 
 _WEIGHTS, _SHAPE, _OPTIMIZER, _STATE = "drafter.safetensors", "drafter.json", "optimizer.safetensors", "state.json"
@@ -81,6 +83,28 @@ class RunPaths:
     def checkpoint(self, step: int) -> Path:
         """Folder of a step's checkpoint."""
         return self.checkpoints / f"step-{step:06d}"
+
+
+def store_facts(store: Store) -> dict[str, Any]:
+    """Return what a run records of its store: enough to tell later what a drafter was trained on."""
+    shard = read_shard(StorePaths(store.path).shard(0))
+    manifest, target = (
+        store.manifest["manifest"],
+        json.loads((StorePaths(store.path).target / "target.json").read_bytes()),
+    )
+    return {
+        "digest": store.manifest["digest"],
+        "target": manifest["target"]["path"],
+        "weights": store.manifest["target"]["weights"],
+        "tokenizer": store.manifest["target"]["tokenizer"],
+        "corpus": store.manifest["corpus"],
+        "taps": list(store.taps),
+        "codec": manifest["store"]["codec"],
+        "norm_kind": target["norm_kind"],
+        "kernel_path": shard["provenance"]["kernels"].get("path"),
+        "kernel_path_id": shard["provenance"]["kernels"].get("path_id"),
+        "target_dtype": manifest["target"]["dtype"],
+    }
 
 
 def claim_run(paths: RunPaths, document: dict[str, Any]) -> None:

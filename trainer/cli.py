@@ -232,6 +232,30 @@ def export(
     say(f"{out}: {done.layout} layout, {done.parameters:,} parameters, {size(done.size_bytes)}; read back and compared")
 
 
+@app.command()
+def doctor(
+    checkpoint: Checkpoint,
+    store: StoreOption,
+    target: Annotated[str | None, typer.Option("--target", help="Live target to compare with, too.")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    json: Json = False,
+) -> None:
+    """Compare what a drafter was trained on with a store and a live target, fact by fact, and name known effects.
+
+    Example: hstrain doctor runs/demo/drafter --store runs/demo/store
+    """
+    from trainer.doctor import diagnose, print_diagnosis, to_json
+
+    found = diagnose(checkpoint, store, target=target, dtype=dtype, device=device)
+    if json:
+        emit_json(to_json(found))
+    else:
+        print_diagnosis(found)
+    if any(fact.grave and not fact.same for fact in found):
+        raise typer.Exit(1)
+
+
 def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:
     if json:
         emit_json(numbers)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hscache.errors import IntegrityError
 from hscache.store.reader import Sample, Store
 from trainer.anchors import anchor_candidates, random_of
 from trainer.data import PackBuilder, PackShape
@@ -117,19 +118,33 @@ def score_store(
     *,
     backend: Backend = "sdpa",
     trees: Sequence[int] = (),
+    unreadable: dict[str, str] | None = None,
 ) -> list[SampleScore]:
-    """Score samples of a store; see :func:`score_sample`."""
-    buffers = store.buffers(taps=len(drafter.config.taps))
-    return [
-        score_sample(
-            drafter,
-            head,
-            store.sample(i, taps=drafter.config.taps, out=buffers),
-            backend=backend,
-            trees=trees,
-        )
-        for i in numbers
-    ]
+    """Score samples of a store; see :func:`score_sample`.
+
+    Args:
+        drafter: On the head's device.
+        head: The target's.
+        store: An opened store.
+        numbers: Samples.
+        backend: Attention.
+        trees: Node numbers of the DDTrees to score.
+        unreadable: Takes samples that cannot be read, and what was said; without it, the first one raises.
+
+    Raises:
+        IntegrityError: ``store-damaged``.
+    """
+    buffers, scores = store.buffers(taps=len(drafter.config.taps)), []
+    for i in numbers:
+        try:
+            sample = store.sample(i, taps=drafter.config.taps, out=buffers)
+        except IntegrityError as error:
+            if unreadable is None:
+                raise
+            unreadable[store.sample_ids[i]] = f"{error.code}: {error.message}"
+            continue
+        scores.append(score_sample(drafter, head, sample, backend=backend, trees=trees))
+    return scores
 
 
 def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
@@ -195,7 +210,8 @@ def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, to
     ids, logprobs = [], []
     for x_RH in hidden_NKH.flatten(0, 1).split(rows):
         logits = head.logits(x_RH)
-        best, which = logits.topk(min(m, head.vocab_size), -1)
-        logprobs.append(best - logits.logsumexp(-1, keepdim=True) if m > 1 else best)
+        # the softmax is only wanted where trees weigh one slot's tokens against another's
+        best, which = (logits.log_softmax(-1) if m > 1 else logits).topk(min(m, head.vocab_size), -1)
+        logprobs.append(best)
         ids.append(which)
     return torch.cat(ids).view(N, K, -1), torch.cat(logprobs).view(N, K, -1)

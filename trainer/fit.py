@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -14,9 +13,6 @@ import torch
 from hscache import __version__
 from hscache.console import Interrupted, duration, say, stop_on_signal
 from hscache.errors import IntegrityError, TrainingFault
-from hscache.store.index import read_shard
-from hscache.store.layout import StorePaths
-from hscache.store.reader import Store
 from trainer import checkpoint as ckpt
 from trainer.data import Pack
 from trainer.evaluate import score_store
@@ -115,7 +111,7 @@ class _Run:
         self.first_loss: float | None = None
         self.skipped: set[str] = set()
         self.board: Board | None = None
-        self.store_facts = store_facts(trainer.store)
+        self.store_facts = ckpt.store_facts(trainer.store)
 
     def go(self) -> FitReport:
         t, run, started = self.t, self.t.manifest.run, time.monotonic()
@@ -190,14 +186,7 @@ class _Run:
     def _watch(self, step: int, record: dict[str, Any], packs: list[Pack]) -> None:
         """Record unreadable samples and stop where going on would waste time."""
         if record["bad"]:
-            self._skip(step, dict(bad for pack in packs for bad in pack.bad))
-        if len(self.skipped) > self.t.manifest.data.max_bad_samples:
-            raise IntegrityError(
-                "too-many-bad-samples",
-                f"{len(self.skipped)} samples could not be read (data.max_bad_samples is "
-                f"{self.t.manifest.data.max_bad_samples}); they are named in {self.paths.skipped}",
-                hint=f"hscache verify {self.t.store.path}, then hscache repair",
-            )
+            self._skip(step, self.t.world.merge(dict(bad for pack in packs for bad in pack.bad)))
         if self.first_loss is None and record["blocks"]:
             self.first_loss = record["loss"]
         sound = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
@@ -211,16 +200,23 @@ class _Run:
             )
 
     def _skip(self, step: int, bad: dict[str, str]) -> None:
-        """Record samples that some rank could not read, each once a run; all ranks must call it."""
-        found = {sample_id: what for part in self.t.world.gather(bad) for sample_id, what in part.items()}  # type: ignore[attr-defined]
-        for sample_id in found.keys() - self.skipped if self.main else ():
-            ckpt.append_line(self.paths.skipped, {"step": step, "sample_id": sample_id, "error": found[sample_id]})
-            say(f"skipped {sample_id}: {found[sample_id]}")
-        self.skipped |= found.keys()
+        """Record samples that some rank could not read, each once a run, and stop when they are too many."""
+        for sample_id in sorted(bad.keys() - self.skipped) if self.main else ():
+            ckpt.append_line(self.paths.skipped, {"step": step, "sample_id": sample_id, "error": bad[sample_id]})
+            say(f"skipped {sample_id}: {bad[sample_id]}")
+        self.skipped |= bad.keys()
+        if len(self.skipped) > self.t.manifest.data.max_bad_samples:
+            raise IntegrityError(
+                "too-many-bad-samples",
+                f"{len(self.skipped)} samples could not be read (data.max_bad_samples is "
+                f"{self.t.manifest.data.max_bad_samples}); they are named in {self.paths.skipped}",
+                hint=f"hscache verify {self.t.store.path}, then hscache repair",
+            )
 
     def _validate(self, step: int) -> None:
         began = time.monotonic()
         found = self.t.validate()
+        self._skip(step, self.t.unreadable)
         if not found["samples"]:
             return
         tau = found["tau"]
@@ -270,25 +266,3 @@ class _Run:
             ckpt.save_checkpoint(self.paths, step, weights, t.config, provenance, moments, state)
             ckpt.drop_old(self.paths, t.manifest.run.keep)
         t.world.barrier()
-
-
-def store_facts(store: Store) -> dict[str, Any]:
-    """Return what a run records of its store: enough to tell later what a drafter was trained on."""
-    shard = read_shard(StorePaths(store.path).shard(0))
-    manifest, target = (
-        store.manifest["manifest"],
-        json.loads((StorePaths(store.path).target / "target.json").read_bytes()),
-    )
-    return {
-        "digest": store.manifest["digest"],
-        "target": manifest["target"]["path"],
-        "weights": store.manifest["target"]["weights"],
-        "tokenizer": store.manifest["target"]["tokenizer"],
-        "corpus": store.manifest["corpus"],
-        "taps": list(store.taps),
-        "codec": manifest["store"]["codec"],
-        "norm_kind": target["norm_kind"],
-        "kernel_path": shard["provenance"]["kernels"].get("path"),
-        "kernel_path_id": shard["provenance"]["kernels"].get("path_id"),
-        "target_dtype": manifest["target"]["dtype"],
-    }

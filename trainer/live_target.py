@@ -35,7 +35,7 @@ from hscache.corpus.generate import Prompt, Sampling, read_prompts
 from hscache.corpus.masks import load_tokenizer
 from hscache.errors import ConfigError, EnvironmentFault
 from hscache.manifest import TargetSpec
-from hscache.target.facts import read_shape, resolve_path
+from hscache.target.facts import file_digests, read_shape, resolve_path
 from hscache.target.kernel_path import describe_path
 from hscache.target.kernel_sites import find_sites
 from hscache.target.kernels import KernelObservation, observe_kernels
@@ -305,6 +305,12 @@ def open_target(
     target = LiveTarget(loaded, directory, taps)
     with torch.inference_mode(), observe_kernels(loaded.model) as observation:
         yield target, observation
+
+
+def file_facts(directory: Path) -> dict[str, Any]:
+    """Return digests of a checkpoint's weights and tokenizer files, as a store's manifest has them."""
+    digests = file_digests(directory, fast=False)
+    return {"weights": digests["weights"], "tokenizer": digests["tokenizer"]}
 
 
 def kernel_path(observation: KernelObservation) -> str:

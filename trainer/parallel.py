@@ -70,6 +70,10 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def merge(self, values: dict[str, str]) -> dict[str, str]:
+        """Return the entries of all ranks; all must call it."""
+        return {key: value for part in self.gather(values) for key, value in part.items()}  # type: ignore[attr-defined]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:

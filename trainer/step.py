@@ -76,6 +76,7 @@ class Trainer:
         self.drafter.gradient_checkpointing = manifest.run.gradient_checkpointing
         initialise(self.drafter, manifest.run.seed)
         self.drafter.to(world.device)
+        self.unreadable: dict[str, str] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.model: torch.nn.Module = self.drafter
 
@@ -175,13 +176,19 @@ class Trainer:
         }
 
     def validate(self) -> dict[str, Any]:
-        """Return tau, tau_all and DDTree-8 of the held-out samples; every rank takes its share."""
+        """Return tau, tau_all and DDTree-8 of the held-out samples; every rank takes its share.
+
+        Samples that cannot be read are left out, and entered into ``unreadable``.
+        """
         if not self.held:
             return {"samples": 0}
         shared = self.manifest.run.parallel == "fsdp"  # its ranks must make every forward pass together
         mine = self.held if shared else self.held[self.world.rank :: self.world.size]
         with self.autocast():
-            scores = score_store(self.drafter, self.head, self.store, mine, backend=self.backend, trees=(8,))
+            scores = score_store(
+                self.drafter, self.head, self.store, mine, backend=self.backend, trees=(8,), unreadable=self.unreadable
+            )
+        self.unreadable = self.world.merge(self.unreadable)
         if not shared:
             scores = [score for part in self.world.gather(scores) for score in part]  # type: ignore[attr-defined]
         return {**summarise(scores), "by_tag": by_tag(scores)}

@@ -24,6 +24,7 @@ import xxhash
 from hscache.errors import IntegrityError
 from hscache.store.durable import publish_directory, write_file
 from hscache.store.layout import canonical_json, json_digest
+from hscache.store.records import check_target_record
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,8 @@ def check_target(directory: Path, *, full: bool) -> dict[str, Any]:
         text = path.read_bytes()
         facts = {key: value for key, value in dict(json.loads(text)).items() if key != "digest"}
         whole = canonical_json({**facts, "digest": json_digest(facts)}) == text
-    except (OSError, ValueError, TypeError) as error:
+        check_target_record(facts)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _damaged(path, f"not readable: {error}") from error
     if not whole:
         raise _damaged(path, "content differs from its digest")

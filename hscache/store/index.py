@@ -24,6 +24,7 @@ from hscache.store.layout import (
     json_digest,
     shard_name,
 )
+from hscache.store.records import check_manifest, check_shard
 from hscache.store.sealed import read_sealed, sealed_bytes
 
 PLAN_SCHEMA = pa.schema(
@@ -76,15 +77,20 @@ def read_manifest(root: Path) -> dict[str, Any]:
         version = document["format_version"]
         sealed = {key: value for key, value in document.items() if key != "digest"}
         whole = canonical_json({**sealed, "digest": json_digest(sealed)}) == text
+        # the fields of another version are not known here
+        if version == FORMAT_VERSION:
+            check_manifest(document)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
             "not-a-store",
             f"{root}: no hscache store here (no manifest.json)",
             hint="hscache build MANIFEST --out STORE",
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, f"not readable as a manifest: {error}") from error
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if type(version) is not int or version < 1:
+        raise _damaged(path, "not readable as a manifest: format_version is none")
+    if version > FORMAT_VERSION:
         raise FormatError(
             "format-version",
             f"{root}: format version {version}; this hscache reads up to {FORMAT_VERSION}",
@@ -95,11 +101,12 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return document
 
 
-def read_shard(path: Path) -> dict[str, Any]:
+def read_shard(path: Path, *, whole: bool = False) -> dict[str, Any]:
     """Read and check the attributes of one committed shard.
 
     Args:
         path: ``STORE/shards/NNNNN.zarr``.
+        whole: Ask for its origin (number, manifest, provenance, health) too, not for what reading needs alone.
 
     Returns:
         The ``hscache`` attributes: sample table, files, digests, provenance, health.
@@ -110,12 +117,13 @@ def read_shard(path: Path) -> dict[str, Any]:
     try:
         text = (path / "zarr.json").read_bytes()
         body = dict(json.loads(text)["attributes"][ATTRIBUTES_KEY])
-        whole = canonical_json(group_metadata(body)) == text
+        sealed = canonical_json(group_metadata(body)) == text
+        check_shard(body, whole=whole)
     except FileNotFoundError as error:
         raise _damaged(path / "zarr.json", "missing") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path / "zarr.json", f"not readable: {error}") from error
-    if not whole:
+    if not sealed:
         raise _damaged(path / "zarr.json", "content differs from its digest")
     return body
 

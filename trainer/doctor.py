@@ -1,0 +1,177 @@
+"""``hstrain doctor``: does what a drafter was trained on agree with what it is used on?
+
+A drafter that is served with other states, another tokenizer or another shape than it was trained with works, only
+badly, and nothing says why. So every fact that has cost someone acceptance is laid side by side: as the checkpoint
+remembers it, as a store has it, and as the live target gives it. The strongest check is the last one: a stored sample
+is run through the live target, and the states are compared with the stored ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import hscache
+from hscache.console import table
+from hscache.store.head import load_head
+from hscache.store.layout import StorePaths
+from hscache.store.reader import Store
+from trainer.checkpoint import store_facts
+from trainer.report import open_drafter
+
+_STATES_APART = 1e-3
+"""Mean of 1 - cos over tokens and taps; bf16 runs of one target differ by some 1e-5."""
+
+EFFECTS: dict[str, str] = {
+    "taps": "other layers feed the drafter: 3-5 % lower acceptance when off by one, nothing when far off",
+    "target weights": "another target writes the text: acceptance falls, down to chance",
+    "target shape": "another architecture: the drafter cannot be used with it",
+    "tokenizer": "other token ids, or another chat template: prompts begin otherwise than in training",
+    "norm kind": "w read as 1+w, or the other way round: 6-33 % lower acceptance",
+    "kernel path": "usually within noise; hscache verify --kernels says whether these paths agree",
+    "target precision": "usually within noise: states are stored in bf16 either way",
+    "codec": "lossy states: tools/measure_tau.py measures what they cost",
+    "mask token": "must lie in the vocabulary and stand in no text, or blocks look like text",
+    "rope": "the drafter rotates whole heads with its own theta, whatever the target does",
+    "live states": "the live target computes other states than the drafter was trained on: acceptance falls",
+}
+"""Fact -> what a mismatch is known to do."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact in three places.
+
+    Attributes:
+        name: A key of :data:`EFFECTS`.
+        trained: As the checkpoint remembers it.
+        store: As the store has it; None when no store was given, or it does not say.
+        live: As the live target has it; None likewise.
+        same: Whether all that is known agrees.
+        grave: Whether a difference is a finding, or a remark.
+    """
+
+    name: str
+    trained: object
+    store: object = None
+    live: object = None
+    same: bool = True
+    grave: bool = True
+
+
+def diagnose(
+    checkpoint: Path,
+    store_path: Path,
+    *,
+    target: str | None = None,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    device: str | None = None,
+) -> list[Fact]:
+    """Return the facts of a drafter, the store that it is evaluated on, and a live target.
+
+    Args:
+        checkpoint: As :func:`trainer.report.open_drafter` takes it.
+        store_path: Store.
+        target: Checkpoint directory or hub id of the live target; None to leave it out.
+        dtype: Precision of the live target.
+        device: Such as ``cuda:0``; None for CUDA if there is one.
+
+    Raises:
+        HscacheError: For what a user can mend.
+    """
+    store = hscache.open(store_path)
+    drafter, known = open_drafter(checkpoint, load_head(StorePaths(store_path).target))
+    config, there = drafter.config, store_facts(store)
+    before: Mapping[str, Any] = known.get("provenance", {}).get("store", {})
+    live = _live(target, store, config.taps, dtype, device) if target is not None else {}
+    shape = store.manifest["target"]["shape"]
+    wanted = {
+        "num_layers": config.num_target_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+    facts = [
+        _same("target shape", wanted, {key: shape[key] for key in wanted}, live.get("shape")),
+        _same("target weights", before.get("weights"), there["weights"], live.get("weights"), short=True),
+        _same("tokenizer", before.get("tokenizer"), there["tokenizer"], live.get("tokenizer"), short=True),
+        Fact("taps", list(config.taps), list(store.taps), same=set(config.taps) <= set(store.taps)),
+        _same("norm kind", before.get("norm_kind"), there["norm_kind"], live.get("norm_kind")),
+        _same("kernel path", before.get("kernel_path"), there["kernel_path"], live.get("kernel_path"), grave=False),
+        _same("target precision", before.get("target_dtype"), there["target_dtype"], live.get("dtype"), grave=False),
+        _same("codec", before.get("codec"), there["codec"], grave=False),
+        Fact(
+            "mask token",
+            config.mask_token_id,
+            _uses(store, config.mask_token_id),
+            same=config.mask_token_id < config.vocab_size and not _uses(store, config.mask_token_id),
+        ),
+        Fact("rope", f"theta {config.rope_theta:g}, whole head of {config.head_dim}"),
+    ]
+    if live:
+        apart = live["apart"]
+        facts.append(Fact("live states", None, "stored", f"1-cos {apart:.1e}", same=apart < _STATES_APART))
+    return facts
+
+
+def print_diagnosis(facts: list[Fact]) -> None:
+    """Print the facts as a table, and below it what each difference does."""
+    marks = {True: "same", False: "DIFFERS"}
+    rows = [[f.name, *map(_text, (f.trained, f.store, f.live)), marks[f.same]] for f in facts]
+    table("what the drafter was trained on, and what it is used on", ["fact", "trained", "store", "live", ""], rows)
+    for fact in facts:
+        if not fact.same:
+            print(f"{fact.name}: {EFFECTS[fact.name]}")
+
+
+def to_json(facts: list[Fact]) -> list[dict[str, Any]]:
+    """Return the facts JSON-plain, each with the effect of a difference."""
+    return [{**asdict(fact), "effect": EFFECTS[fact.name]} for fact in facts]
+
+
+def _live(
+    target: str, store: Store, taps: tuple[int, ...], dtype: Literal["bfloat16", "float32"], device: str | None
+) -> dict[str, Any]:
+    """Return the live target's facts, and how far its states of a stored sample are from the stored ones."""
+    from trainer.live_target import file_facts, kernel_path, open_target
+
+    sample = store.sample(int(store.n_tokens.argmin()), taps=taps)
+    with open_target(target, taps, dtype=dtype, device=device) as (live, observation):
+        rows = live.prefill(sample.input_ids.tolist())
+        stored, fresh = sample.hidden_states.float(), rows.states.cpu().float()
+        return {
+            **file_facts(live.directory),
+            "shape": live.loaded.shape.model_dump(),
+            "norm_kind": live.loaded.norm_kind,
+            "dtype": dtype,
+            "kernel_path": kernel_path(observation),
+            "apart": float((1 - F.cosine_similarity(stored, fresh, dim=-1)).mean()),
+        }
+
+
+def _uses(store: Store, token: int) -> str | None:
+    """Return the first stored sample that has the token, looking at a few hundred."""
+    for i in range(min(len(store), 256)):
+        if bool(torch.any(store.sample(i, taps=store.taps[:1]).input_ids == token)):
+            return f"in sample {store.sample_ids[i]!r}"
+    return None
+
+
+def _same(
+    name: str, trained: object, store: object, live: object = None, *, grave: bool = True, short: bool = False
+) -> Fact:
+    known = [value for value in (trained, store, live) if value is not None]
+    same = all(value == known[0] for value in known)
+    if short and same:  # digests say nothing to people, unless they differ
+        trained, store, live = (value and "same files" for value in (trained, store, live))
+    return Fact(name, trained, store, live, same, grave)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {str(item)[:12]}" for key, item in value.items())
+    return "" if value is None else str(value)
