@@ -1,4 +1,4 @@
-"""Runs: they go on bit by bit where they were stopped, refuse what does not belong to them, and stop when it is in vain."""
+"""Runs go on bit by bit where they were stopped, refuse what is not theirs, and stop when it is in vain."""
 
 from __future__ import annotations
 
@@ -179,9 +179,9 @@ def test_it_learns(little: Little, tmp_path: Path) -> None:
     )
     run(little, tmp_path / "run", one)
     losses = [line["loss"] for line in metrics(tmp_path / "run") if line["kind"] == "train"]
-    assert np.mean(losses[-5:]) < 0.5 * losses[0]
+    assert np.mean(losses[-5:]) < 0.7 * losses[0]
     train, _ = read_metrics(tmp_path / "run")
-    assert train[-1]["tau"] > 1.5 > train[0]["tau"]
+    assert np.mean([line["tau"] for line in train[-5:]]) > 1.3 > train[0]["tau"]
     assert all(line["lr"] > 0 for line in train[:-1])
 
 
@@ -539,7 +539,7 @@ def test_sigterm_writes_a_checkpoint_and_exits_with_143(little: Little, tmp_path
         rest = process.stderr.read()
     assert process.wait(timeout=60) == 143, rest
     assert "a checkpoint is written" in rest
-    drafter, facts = load_drafter(tmp_path / "run")
+    _, facts = load_drafter(tmp_path / "run")
     assert facts["step"] >= 5
     assert not list(RunPaths(tmp_path / "run").staging.iterdir())
 
