@@ -231,6 +231,11 @@ def test_a_window_has_its_length_lies_inside_and_holds_an_anchor_with_its_succes
         assert any(start < a and a + 1 < stop for a in anchors.tolist())
 
 
+def test_a_window_may_begin_and_end_anywhere_around_its_anchor() -> None:
+    drawn = {choose_window(60, np.array([30]), 8, random_of("test", i)) for i in range(300)}
+    assert drawn == {(stop - 8, stop) for stop in range(32, 36)}  # the successor is in, and half the window before
+
+
 def test_long_samples_are_read_only_around_their_anchors(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[int, int, int]] = []
     sample_of = Store.sample

@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_manifest_loads_and_fits_the_build_manifest_of_its_name(path: Path) -> None:
     manifest = load_train_manifest(path)
-    build = load_manifest(ROOT / "build" / path.name)
+    build = load_manifest(ROOT / "build" / path.name)  # its store is what the manifest's first line names
     assert build.target.shape is not None
     assert isinstance(build.states.taps, tuple)
     shape = build.target.shape
@@ -45,7 +45,6 @@ def test_shipped_manifest_loads_and_fits_the_build_manifest_of_its_name(path: Pa
         num_layers=shape.num_layers,
     )
     assert config.taps == build.states.taps
-    assert manifest.data.pack_tokens >= manifest.data.max_tokens
 
 
 def test_there_are_shipped_manifests() -> None:

@@ -44,7 +44,7 @@ def train_manifest(**sections: dict[str, Any]) -> TrainManifest:
     """Return a manifest for the little target; sections are merged over a run of a few short steps in float32."""
     raw: dict[str, dict[str, Any]] = {
         "drafter": SHAPE,
-        "data": {"validation": 0.2, "max_tokens": 64, "pack_tokens": 64, "anchors": 8},
+        "data": {"validation": 0.3, "max_tokens": 64, "pack_tokens": 64, "anchors": 8},
         "optim": {"lr": 1e-2, "epochs": 2},
         "run": {"precision": "fp32", "log_every": 1, "validate_every": 3, "checkpoint_every": 3},
     }
@@ -71,14 +71,19 @@ def turn_rows(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[CorpusRow
 
 
 def training_store(
-    path: Path, lengths: Sequence[int] = LENGTHS, *, edit: Edit | None = None, **sections: Any
+    path: Path,
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    edit: Edit | None = None,
+    edit_stored: Edit | None = None,
+    **sections: Any,
 ) -> Little:
     """Write a little store whose samples are long enough to train on, in several shards."""
     manifest = little_manifest(
         limits={"max_tokens": 1024, "batch_tokens": 64},
         **{"store": {"chunk_tokens": 4, "shard_bytes": 6000}, **sections},
     )
-    return make_store(path, turn_rows(lengths), manifest=manifest, edit=edit)
+    return make_store(path, turn_rows(lengths), manifest=manifest, edit=edit, edit_stored=edit_stored)
 
 
 def little_config(**changes: Any) -> DrafterConfig:

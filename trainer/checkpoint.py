@@ -11,7 +11,7 @@
         drafter.safetensors       float32 weights, named as the serving engines name them
         drafter.json              shape of the drafter, provenance
         optimizer.safetensors     moments by parameter name
-        state.json                step, data position and counters, and digests of the other files
+        state.json                step and counters, digests of the other files, and one of itself
 
 A checkpoint is written beside its place, synced and renamed. Order, anchors and noise are functions of the seed and
 the step, so no random state is kept.
@@ -33,7 +33,7 @@ from torch import Tensor
 from hscache.errors import ConflictError, InputError, IntegrityError
 from hscache.store.durable import Staging, disk_errors, publish_directory, replace_file, write_file
 from hscache.store.index import read_shard
-from hscache.store.layout import StorePaths, canonical_json
+from hscache.store.layout import StorePaths, canonical_json, json_digest
 from hscache.store.reader import Store
 from trainer.drafter import Drafter, DrafterConfig
 
@@ -167,7 +167,8 @@ def save_checkpoint(
         shape = {"drafter": asdict(config), "provenance": provenance, "step": step}
         files = {_WEIGHTS: save(weights), _OPTIMIZER: save(optimizer), _SHAPE: canonical_json(shape)}
         digests = {name: xxhash.xxh3_128_hexdigest(data) for name, data in files.items()}
-        files[_STATE] = canonical_json({**state, "step": step, "files": digests})
+        body = {**state, "step": step, "files": digests}
+        files[_STATE] = canonical_json({**body, "digest": json_digest(body)})
         for name, data in files.items():
             write_file(folder / name, data)
         publish_directory(folder, destination)
@@ -187,6 +188,8 @@ def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict
         data = {name: (folder / name).read_bytes() for name in state["files"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(folder, str(error)) from error
+    if json_digest({key: value for key, value in state.items() if key != "digest"}) != state.get("digest"):
+        raise _damaged(folder, f"{_STATE} differs from its digest")
     for name, digest in state["files"].items():
         if xxhash.xxh3_128_hexdigest(data[name]) != digest:
             raise _damaged(folder, f"{name} differs from its digest")

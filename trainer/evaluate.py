@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hscache.errors import IntegrityError
 from hscache.store.reader import Sample, Store
 from trainer.anchors import anchor_candidates, random_of
 from trainer.data import PackBuilder, PackShape
@@ -117,19 +118,33 @@ def score_store(
     *,
     backend: Backend = "sdpa",
     trees: Sequence[int] = (),
+    unreadable: dict[str, str] | None = None,
 ) -> list[SampleScore]:
-    """Score samples of a store; see :func:`score_sample`."""
-    buffers = store.buffers(taps=len(drafter.config.taps))
-    return [
-        score_sample(
-            drafter,
-            head,
-            store.sample(i, taps=drafter.config.taps, out=buffers),
-            backend=backend,
-            trees=trees,
-        )
-        for i in numbers
-    ]
+    """Score samples of a store; see :func:`score_sample`.
+
+    Args:
+        drafter: On the head's device.
+        head: The target's.
+        store: An opened store.
+        numbers: Samples.
+        backend: Attention.
+        trees: Node numbers of the DDTrees to score.
+        unreadable: Takes samples that cannot be read, and what was said; without it, the first one raises.
+
+    Raises:
+        IntegrityError: ``store-damaged``.
+    """
+    buffers, scores = store.buffers(taps=len(drafter.config.taps)), []
+    for i in numbers:
+        try:
+            sample = store.sample(i, taps=drafter.config.taps, out=buffers)
+        except IntegrityError as error:
+            if unreadable is None:
+                raise
+            unreadable[store.sample_ids[i]] = f"{error.code}: {error.message}"
+            continue
+        scores.append(score_sample(drafter, head, sample, backend=backend, trees=trees))
+    return scores
 
 
 def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:

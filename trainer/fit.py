@@ -109,7 +109,7 @@ class _Run:
         self.main = trainer.world.main
         self.report = FitReport(str(out))
         self.first_loss: float | None = None
-        self.skipped = 0
+        self.skipped: set[str] = set()
         self.board: Board | None = None
         self.store_facts = ckpt.store_facts(trainer.store)
 
@@ -150,7 +150,7 @@ class _Run:
             self._save(step)
         self.report.steps, self.report.seconds = step, time.monotonic() - started
         self.report.wait = waited / max(self.report.seconds, 1e-9)
-        self.report.skipped = self.skipped
+        self.report.skipped = len(self.skipped)
         return self.report
 
     def _document(self) -> dict[str, Any]:
@@ -169,35 +169,28 @@ class _Run:
             t.distribute()
             if self.main:
                 ckpt.forget_after(self.paths.metrics, -1)
+                ckpt.forget_after(self.paths.skipped, -1)
             return 0
         weights, moments, state = ckpt.load_state(self.paths.checkpoint(steps[-1]))
         t.drafter.load_state_dict(weights)
         t.distribute()
         restore_optimizers(t.drafter, t.optimizers, moments)
-        self.first_loss, self.skipped = state["first_loss"], state["skipped"]
+        self.first_loss, self.skipped = state["first_loss"], set(state["skipped"])
         self.report.first_tau, self.report.tau, self.report.best_tau = state["taus"]
         if self.main:
             ckpt.forget_after(self.paths.metrics, state["step"])
+            ckpt.forget_after(self.paths.skipped, state["step"])
             say(f"going on at step {state['step']} of {t.total_steps}")
         return int(state["step"])
 
     def _watch(self, step: int, record: dict[str, Any], packs: list[Pack]) -> None:
         """Record unreadable samples and stop where going on would waste time."""
-        for pack in packs:
-            for sample_id, what in pack.bad:
-                ckpt.append_line(self.paths.skipped, {"step": step, "sample_id": sample_id, "error": what})
-                say(f"skipped {sample_id}: {what}")
-        self.skipped += record["bad"]
-        if self.skipped > self.t.manifest.data.max_bad_samples:
-            raise IntegrityError(
-                "too-many-bad-samples",
-                f"{self.skipped} samples could not be read (data.max_bad_samples is "
-                f"{self.t.manifest.data.max_bad_samples}); they are named in {self.paths.skipped}",
-                hint=f"hscache verify {self.t.store.path}, then hscache repair",
-            )
-        self.first_loss = record["loss"] if self.first_loss is None else self.first_loss
+        if record["bad"]:
+            self._skip(step, self.t.world.merge(dict(bad for pack in packs for bad in pack.bad)))
+        if self.first_loss is None and record["blocks"]:
+            self.first_loss = record["loss"]
         sound = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
-        if not sound or record["loss"] > _EXPLODED * max(self.first_loss, 1.0):
+        if not sound or record["loss"] > _EXPLODED * max(self.first_loss or 0.0, 1.0):
             ids = [sample_id for pack in packs for sample_id in pack.sample_ids]
             raise TrainingFault(
                 "training-diverged",
@@ -206,9 +199,24 @@ class _Run:
                 hint="lower optim.lr, or look at these samples with hscache verify --recompute",
             )
 
+    def _skip(self, step: int, bad: dict[str, str]) -> None:
+        """Record samples that some rank could not read, each once a run, and stop when they are too many."""
+        for sample_id in sorted(bad.keys() - self.skipped) if self.main else ():
+            ckpt.append_line(self.paths.skipped, {"step": step, "sample_id": sample_id, "error": bad[sample_id]})
+            say(f"skipped {sample_id}: {bad[sample_id]}")
+        self.skipped |= bad.keys()
+        if len(self.skipped) > self.t.manifest.data.max_bad_samples:
+            raise IntegrityError(
+                "too-many-bad-samples",
+                f"{len(self.skipped)} samples could not be read (data.max_bad_samples is "
+                f"{self.t.manifest.data.max_bad_samples}); they are named in {self.paths.skipped}",
+                hint=f"hscache verify {self.t.store.path}, then hscache repair",
+            )
+
     def _validate(self, step: int) -> None:
         began = time.monotonic()
         found = self.t.validate()
+        self._skip(step, self.t.unreadable)
         if not found["samples"]:
             return
         tau = found["tau"]
@@ -253,7 +261,7 @@ class _Run:
         moments = optimizer_tensors(t.drafter, t.optimizers)
         if self.main and step not in self.paths.steps():
             taus = [self.report.first_tau, self.report.tau, self.report.best_tau]
-            state = {"first_loss": self.first_loss, "skipped": self.skipped, "taus": taus}
+            state = {"first_loss": self.first_loss, "skipped": sorted(self.skipped), "taus": taus}
             provenance = {"store": self.store_facts, "manifest": t.manifest.model_dump(mode="json")}
             ckpt.save_checkpoint(self.paths, step, weights, t.config, provenance, moments, state)
             ckpt.drop_old(self.paths, t.manifest.run.keep)

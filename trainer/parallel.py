@@ -70,6 +70,10 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def merge(self, values: dict[str, str]) -> dict[str, str]:
+        """Return the entries of all ranks; all must call it."""
+        return {key: value for part in self.gather(values) for key, value in part.items()}  # type: ignore[attr-defined]
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
@@ -121,8 +125,8 @@ def full(tensor: Tensor) -> Tensor:
 
 def like(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return a whole tensor placed and cut as a parameter is."""
-    if whole.shape != parameter.shape:  # a counter
-        return whole
+    if whole.shape != parameter.shape:  # a counter: fused kernels want it beside the parameter
+        return whole.to(parameter.device)
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
 

@@ -8,6 +8,7 @@ its slots, however it is cut into packs, and packs into ranks.
 from __future__ import annotations
 
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hscache.errors import InputError
 from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
 from hscache.store.reader import Store
-from trainer.anchors import random_of
+from trainer.anchors import anchor_candidates, random_of
 from trainer.data import Pack, PackShape, PackStream, Schedule, split
 from trainer.drafter import Drafter, block_inputs, initialise
 from trainer.evaluate import by_tag, score_store, summarise
@@ -61,7 +62,8 @@ class Trainer:
         self.pack_shape = _pack_shape(manifest, self.store, self.config.taps)
         self.train, self.held = split(self.store, manifest.data.validation)
         if overfit:
-            self.train = self.held = self.train[:overfit]
+            learnable = (i for i in self.train if len(anchor_candidates(self.store.loss_mask(i))))
+            self.train = self.held = list(islice(learnable, overfit))
         if not self.train:
             raise InputError("store-unfinished", f"{store_path}: no samples to train on")
         self.held = self.held[: manifest.run.validation_samples]
@@ -74,6 +76,7 @@ class Trainer:
         self.drafter.gradient_checkpointing = manifest.run.gradient_checkpointing
         initialise(self.drafter, manifest.run.seed)
         self.drafter.to(world.device)
+        self.unreadable: dict[str, str] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.model: torch.nn.Module = self.drafter
 
@@ -173,13 +176,19 @@ class Trainer:
         }
 
     def validate(self) -> dict[str, Any]:
-        """Return tau, tau_all and DDTree-8 of the held-out samples; every rank takes its share."""
+        """Return tau, tau_all and DDTree-8 of the held-out samples; every rank takes its share.
+
+        Samples that cannot be read are left out, and entered into ``unreadable``.
+        """
         if not self.held:
             return {"samples": 0}
         shared = self.manifest.run.parallel == "fsdp"  # its ranks must make every forward pass together
         mine = self.held if shared else self.held[self.world.rank :: self.world.size]
         with self.autocast():
-            scores = score_store(self.drafter, self.head, self.store, mine, backend=self.backend, trees=(8,))
+            scores = score_store(
+                self.drafter, self.head, self.store, mine, backend=self.backend, trees=(8,), unreadable=self.unreadable
+            )
+        self.unreadable = self.world.merge(self.unreadable)
         if not shared:
             scores = [score for part in self.world.gather(scores) for score in part]  # type: ignore[attr-defined]
         return {**summarise(scores), "by_tag": by_tag(scores)}

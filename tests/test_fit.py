@@ -1,0 +1,621 @@
+"""Runs go on bit by bit where they were stopped, refuse what is not theirs, and stop when it is in vain."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hscache
+from hscache.console import Interrupted
+from hscache.errors import ConflictError, InputError, IntegrityError, TrainingFault
+from hscache.store import durable
+from tests.stores import Little, flip, little_manifest, make_store
+from tests.trainers import LENGTHS, SHAPE, damage, train_manifest, training_store, turn_rows, write_manifest
+from trainer import checkpoint as ckpt
+from trainer import cli, step
+from trainer.checkpoint import RunPaths, load_drafter, load_state
+from trainer.drafter import Drafter
+from trainer.fit import fit
+from trainer.manifest import TrainManifest
+from trainer.parallel import World
+from trainer.plot import read_metrics
+from trainer.step import Trainer
+
+TIMES = {"tokens_per_s", "blocks_per_s", "wait", "peak_memory_bytes", "seconds"}
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def little(tmp_path_factory: pytest.TempPathFactory) -> Little:
+    return training_store(tmp_path_factory.mktemp("fit") / "store")
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def manifest(**sections: dict[str, Any]) -> TrainManifest:
+    sections["optim"] = {"max_steps": STEPS, **sections.get("optim", {})}
+    return train_manifest(**sections)
+
+
+def run(little: Little, out: Path, one: TrainManifest | None = None, **options: Any) -> Any:
+    return fit(one or manifest(), little.path, out, device="cpu", **options)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl`` without what depends on the clock."""
+    lines = RunPaths(out).metrics.read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def last(out: Path) -> Path:
+    paths = RunPaths(out)
+    return paths.checkpoint(paths.steps()[-1])
+
+
+def cut_line(out: Path) -> None:
+    """Append a line that is not finished."""
+    with RunPaths(out).metrics.open("a") as file:
+        file.write('{"step": 9')
+
+
+def same_checkpoint(a: Path, b: Path) -> bool:
+    names = ("drafter.safetensors", "optimizer.safetensors", "state.json")
+    return all((a / name).read_bytes() == (b / name).read_bytes() for name in names)
+
+
+@contextlib.contextmanager
+def during_step(number: int, act: Any) -> Any:
+    """Let something happen once the steps of this session reach a number, after the step's own work."""
+    done, original = 0, Trainer.step
+
+    def acting(self: Trainer, at: int, packs: Any) -> Any:
+        nonlocal done
+        record = original(self, at, packs)
+        done += 1
+        if done == number:
+            act()
+        return record
+
+    Trainer.step = acting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Trainer.step = original  # type: ignore[method-assign]
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing may be done on the way out."""
+
+
+def die() -> None:
+    raise Killed
+
+
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "adamw": {},
+    "muon": {"optim": {"name": "muon", "weight_decay": 0.1}, "loss": {"weights": "dpace"}},
+    "noise": {"data": {"noise": 0.2, "packs_per_step": 2, "max_tokens": 24}, "loss": {"kind": "kl-topk"}},
+    "bf16": {"run": {"precision": "bf16", "gradient_checkpointing": True}, "loss": {"kind": "kl-exact"}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_run_goes_on_bit_by_bit(little: Little, tmp_path: Path, kind: str) -> None:
+    one = manifest(**{name: dict(fields) for name, fields in KINDS[kind].items()})
+    whole = run(little, tmp_path / "whole", one)
+    for at in (2, 3):
+        with during_step(at, terminate), pytest.raises(Interrupted) as caught:
+            run(little, tmp_path / "cut", one)
+        assert caught.value.signum == signal.SIGTERM
+    assert RunPaths(tmp_path / "cut").steps()[-1] == 5
+    report = run(little, tmp_path / "cut", one)
+    assert same_checkpoint(last(tmp_path / "whole"), last(tmp_path / "cut"))
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    assert (report.steps, report.tau, report.best_tau, report.first_tau) == (
+        STEPS, whole.tau, whole.best_tau, whole.first_tau,
+    )  # fmt: skip
+    before = Trainer(one, little.path, World.join("cpu"))
+    after, _ = load_drafter(last(tmp_path / "whole"))
+    assert not torch.equal(before.drafter.fc.weight, after.fc.weight)
+
+
+def test_a_killed_run_goes_on_bit_by_bit_from_its_last_checkpoint(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "whole")
+    for at in (1, 5, 2):  # before the first checkpoint; then at 5 of 8; then at once again
+        with during_step(at, die), pytest.raises(Killed):
+            run(little, tmp_path / "cut")
+    lines = metrics(tmp_path / "cut")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
+    cut_line(tmp_path / "cut")  # as a kill may do
+    run(little, tmp_path / "cut")
+    assert same_checkpoint(last(tmp_path / "whole"), last(tmp_path / "cut"))
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    steps = [(line["kind"], line["step"]) for line in metrics(tmp_path / "cut")]
+    assert len(set(steps)) == len(steps)
+    assert [at for kind, at in steps if kind == "train"] == list(range(1, STEPS + 1))
+    assert [at for kind, at in steps if kind == "validation"] == [0, 3, 6, 8]
+
+
+def test_a_finished_run_is_left_as_it_is(little: Little, tmp_path: Path) -> None:
+    first = run(little, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    again = run(little, tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert (again.steps, again.tau, again.best_tau) == (first.steps, first.tau, first.best_tau)
+
+
+def test_the_seed_and_nothing_else_decides_a_run(little: Little, tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        torch.manual_seed(ord(name))
+        run(little, tmp_path / name, manifest(run={"seed": seed}))
+    assert same_checkpoint(last(tmp_path / "a"), last(tmp_path / "b"))
+    assert not same_checkpoint(last(tmp_path / "a"), last(tmp_path / "c"))
+
+
+# learning
+
+
+def test_it_learns(little: Little, tmp_path: Path) -> None:
+    one = train_manifest(
+        optim={"name": "muon", "lr": 5e-2, "max_steps": 80}, run={"validate_every": 1000, "log_every": 5}
+    )
+    run(little, tmp_path / "run", one)
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if line["kind"] == "train"]
+    assert np.mean(losses[-5:]) < 0.7 * losses[0]
+    train, _ = read_metrics(tmp_path / "run")
+    assert np.mean([line["tau"] for line in train[-5:]]) > 1.3 > train[0]["tau"]
+    assert all(line["lr"] > 0 for line in train[:-1])
+
+
+@pytest.mark.parametrize("logit_std", [0.25, 1.0])
+def test_the_start_is_calibrated(little: Little, logit_std: float) -> None:
+    trainer = Trainer(manifest(drafter={"logit_std": logit_std}), little.path, World.join("cpu"))
+    trainer.calibrate()
+    with trainer.stream(0) as stream:
+        (pack,) = next(stream)
+    with torch.no_grad():
+        logits = trainer.head.logits(trainer.hidden(pack, 0)[:, 1])
+    assert float(logits.std(-1).mean()) == pytest.approx(logit_std, rel=0.25)
+
+
+def test_one_sample_is_learnt_by_heart(little: Little, tmp_path: Path) -> None:
+    report = run(little, tmp_path / "run", train_manifest(optim={"lr": 2e-2}, data={"anchors": 64}), overfit=1)
+    assert report.overfit_at is not None
+    assert report.overfit_at % 10 == 0
+    assert report.steps == report.overfit_at
+    drafter, facts = load_drafter(tmp_path / "run")
+    assert facts["step"] == report.overfit_at
+    trainer = Trainer(train_manifest(), little.path, World.join("cpu"), overfit=1)
+    assert len(trainer.train) == 1
+    (score,) = step.score_store(drafter, trainer.head, trainer.store, trainer.train)
+    assert score.streak[0] == min(3, score.left_N[0])
+
+
+# what does not belong to a run
+
+
+def refused(little: Little, out: Path, one: TrainManifest, **options: Any) -> ConflictError:
+    with pytest.raises(ConflictError) as caught:
+        run(little, out, one, **options)
+    assert caught.value.code == "run-other-manifest"
+    return caught.value
+
+
+def test_another_manifest_or_store_is_refused_by_name(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert (
+        "manifest.optim.lr was 0.01, is 0.02" in refused(little, tmp_path / "run", manifest(optim={"lr": 2e-2})).message
+    )
+    assert "manifest.run.seed was 0, is 1" in refused(little, tmp_path / "run", manifest(run={"seed": 1})).message
+    assert "overfit was 0, is 1" in refused(little, tmp_path / "run", manifest(), overfit=1).message
+    other = training_store(tmp_path / "other", LENGTHS[:-1])
+    assert "store.digest" in refused(other, tmp_path / "run", manifest()).message
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_store_that_moved_is_the_same_store(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "run")
+    shutil.copytree(little.path, tmp_path / "moved")
+    fit(manifest(), tmp_path / "moved", tmp_path / "run", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("sections", "code"),
+    [
+        ({"logits": {"topk": 0}}, "kl-topk"),
+        ({"logits": {"topk": 0}}, "ce-argmax"),
+        ({"states": {"final_state": False}}, "tv"),
+    ],
+)
+def test_a_loss_that_the_store_cannot_feed_is_refused(tmp_path: Path, sections: Any, code: str) -> None:
+    little = training_store(tmp_path / "store", [9, 12], **sections)
+    with pytest.raises(InputError) as caught:
+        run(little, tmp_path / "run", manifest(loss={"kind": code}))
+    assert caught.value.code == "array-absent"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_store_that_is_not_finished_is_refused(tmp_path: Path) -> None:
+    rows = turn_rows()
+    little = make_store(tmp_path / "store", rows, manifest=little_manifest(), shards=[0, 1])
+    with pytest.raises(InputError) as caught:
+        run(little, tmp_path / "run")
+    assert caught.value.code == "store-unfinished"
+
+
+# checkpoints
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "optimizer.safetensors", "drafter.json", "state.json"])
+def test_a_flipped_byte_of_a_checkpoint_is_refused(little: Little, tmp_path: Path, name: str) -> None:
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
+    folder = last(tmp_path / "run")
+    size = (folder / name).stat().st_size
+    for position in {1, 20, size // 3, size // 2, size - 2}:
+        flip(folder / name, position)
+        for load in (
+            load_drafter,
+            lambda path: load_state(last(path)),
+            lambda path: run(little, path, manifest(optim={"max_steps": 2})),
+        ):
+            with pytest.raises(IntegrityError) as caught:
+                load(tmp_path / "run")
+            assert caught.value.code == "checkpoint-damaged"
+            assert str(folder) in caught.value.message
+        flip(folder / name, position)
+    load_drafter(tmp_path / "run")
+
+
+def test_a_missing_file_of_a_checkpoint_is_refused(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
+    (last(tmp_path / "run") / "optimizer.safetensors").unlink()
+    with pytest.raises(IntegrityError) as caught:
+        load_drafter(tmp_path / "run")
+    assert caught.value.code == "checkpoint-damaged"
+
+
+def test_without_its_damaged_checkpoint_a_run_goes_on_from_the_one_before(little: Little, tmp_path: Path) -> None:
+    for name in ("whole", "cut"):
+        run(little, tmp_path / name, manifest(run={"keep": 9}))
+    shutil.rmtree(last(tmp_path / "cut"))  # what the hint says
+    run(little, tmp_path / "cut", manifest(run={"keep": 9}))
+    assert same_checkpoint(last(tmp_path / "whole"), last(tmp_path / "cut"))
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("files", [0, 1, 3])
+def test_a_checkpoint_that_was_cut_while_it_was_written_is_none(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    run(little, tmp_path / "whole")
+    written = 0
+    write = durable.write_file
+
+    def dying(path: Path, data: bytes) -> None:
+        nonlocal written
+        if path.parent.name == "checkpoint" and RunPaths(tmp_path / "cut").steps():
+            if written == files:
+                write(path, data[: len(data) // 2])
+                raise Killed
+            written += 1
+        write(path, data)
+
+    monkeypatch.setattr(ckpt, "write_file", dying)
+    monkeypatch.setattr(durable.Staging, "__exit__", lambda self, *args: os.close(self._lock))  # kill -9 tidies nothing
+    with pytest.raises(Killed):
+        run(little, tmp_path / "cut")
+    monkeypatch.undo()
+    paths = RunPaths(tmp_path / "cut")
+    assert paths.steps() == [3]
+    assert [path for path in paths.staging.iterdir() if path.is_dir()]
+    load_drafter(tmp_path / "cut")
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    run(little, tmp_path / "cut")
+    assert not list(paths.staging.iterdir())
+    assert same_checkpoint(last(tmp_path / "whole"), last(tmp_path / "cut"))
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "cut")
+
+
+def test_the_newest_checkpoints_and_the_best_one_stay(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taus = iter([1.0, 1.2, 1.7, 1.5, 1.7, 1.3, 1.6])
+    found = {"samples": 1, "tau_interval": [1, 2], "tau_all": 1.0, "ddtree": {"8": 1.0}, "acc": [], "by_tag": {}}
+    monkeypatch.setattr(Trainer, "validate", lambda self: {**found, "tau": next(taus)})
+    one = manifest(optim={"max_steps": 6}, run={"validate_every": 1, "checkpoint_every": 1, "keep": 2})
+    report = run(little, tmp_path / "run", one)
+    paths = RunPaths(tmp_path / "run")
+    assert json.loads(paths.best.read_bytes()) == {"step": 2, "tau": 1.7}  # the first of equals
+    assert paths.steps() == [2, 5, 6]
+    assert (report.first_tau, report.best_tau, report.tau) == (1.0, 1.7, 1.6)
+    _, facts = load_drafter(tmp_path / "run")
+    assert facts["step"] == 2
+    _, facts = load_drafter(paths.checkpoint(5))
+    assert facts["step"] == 5
+    paths.best.unlink()
+    assert load_drafter(tmp_path / "run")[1]["step"] == 6
+
+
+def test_the_best_checkpoint_is_that_of_the_best_validation(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "run", manifest(optim={"lr": 3e-2}, run={"validate_every": 1}))
+    held = [line for line in metrics(tmp_path / "run") if line["kind"] == "validation" and line["step"]]
+    best = json.loads(RunPaths(tmp_path / "run").best.read_bytes())
+    assert best["tau"] == max(line["tau"] for line in held)
+    assert best["step"] == next(line["step"] for line in held if line["tau"] == best["tau"])
+
+
+def test_a_checkpoint_says_what_it_was_trained_on(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 1}))
+    drafter, facts = load_drafter(tmp_path / "run")
+    assert isinstance(drafter, Drafter)
+    assert drafter.config.mask_token_id == SHAPE["mask_token_id"]
+    store = facts["provenance"]["store"]
+    assert store["digest"] == hscache.open(little.path).manifest["digest"]
+    assert (store["taps"], store["kernel_path_id"]) == ([0, 2, 3], "dense-0")
+    assert facts["provenance"]["manifest"]["optim"]["lr"] == 1e-2
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".pt", ".pkl", ".bin")]
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(InputError) as caught:
+            load_drafter(path)
+        assert caught.value.code == "not-a-checkpoint"
+
+
+# when going on is in vain
+
+
+def test_states_that_are_no_numbers_stop_the_run_and_are_named(tmp_path: Path) -> None:
+    def plant(row: Any, arrays: dict[str, Any]) -> None:
+        if row.sample_id == "t3":
+            arrays["hidden_states"][:] = 0x7FC0  # NaN
+
+    little = training_store(tmp_path / "store", edit_stored=plant)
+    with pytest.raises(TrainingFault) as caught:
+        run(little, tmp_path / "run", train_manifest(data={"pack_tokens": 45}))
+    assert caught.value.code == "training-diverged"
+    assert "t3" in caught.value.message
+    assert "loss nan" in caught.value.message
+    for at in RunPaths(tmp_path / "run").steps():  # nothing that NaN has touched is kept
+        weights, _, _ = load_state(RunPaths(tmp_path / "run").checkpoint(at))
+        assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_targets_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
+    def plant(row: Any, arrays: dict[str, Any]) -> None:
+        if row.sample_id == "t3":
+            arrays["final_state"][:] = 0x7FC0
+
+    little = training_store(tmp_path / "store", edit_stored=plant)
+    with pytest.raises(TrainingFault, match="t3"):
+        run(little, tmp_path / "run", train_manifest(loss={"kind": "kl-exact"}))
+
+
+def test_a_loss_that_explodes_stops_the_run(little: Little, tmp_path: Path) -> None:
+    one = train_manifest(optim={"lr": 300.0, "epochs": 20}, run={"validate_every": 1000})
+    with pytest.raises(TrainingFault) as caught:
+        run(little, tmp_path / "run", one)
+    assert caught.value.code == "training-diverged"
+
+
+def test_bad_samples_are_passed_over_counted_once_and_recorded(tmp_path: Path) -> None:
+    little = training_store(tmp_path / "store")
+    damage(little.path, "t3")
+    one = train_manifest(data={"max_bad_samples": 1}, optim={"epochs": 3})  # three epochs meet it three times
+    with during_step(9, die), pytest.raises(Killed):
+        run(little, tmp_path / "run", one)
+    report = run(little, tmp_path / "run", one)
+    assert report.skipped == 1
+    assert "1 samples skipped" in report.text()
+    (line,) = [json.loads(line) for line in RunPaths(tmp_path / "run").skipped.read_text().splitlines()]
+    assert line["sample_id"] == "t3"
+    assert line["error"].startswith("store-damaged: ")
+    assert line["step"] >= 1
+    clean = training_store(tmp_path / "clean")
+    assert report.steps == run(clean, tmp_path / "other", one).steps
+
+
+def test_too_many_bad_samples_stop_the_run(tmp_path: Path) -> None:
+    little = training_store(tmp_path / "store")
+    damage(little.path, "t3")
+    with pytest.raises(IntegrityError) as caught:
+        run(little, tmp_path / "run", train_manifest(data={"max_bad_samples": 0}))
+    assert caught.value.code == "too-many-bad-samples"
+    assert "hscache repair" in str(caught.value.hint)
+    assert "t3" in RunPaths(tmp_path / "run").skipped.read_text()
+
+
+def test_a_held_out_sample_that_cannot_be_read_is_passed_over_too(tmp_path: Path) -> None:
+    little = training_store(tmp_path / "store")
+    trainer = Trainer(train_manifest(), little.path, World.join("cpu"))
+    bad = trainer.store.sample_ids[trainer.held[0]]
+    damage(little.path, bad)
+    report = run(little, tmp_path / "run")
+    assert report.skipped == 1
+    assert report.validation["samples"] == len(trainer.held) - 1
+    (line,) = [json.loads(line) for line in RunPaths(tmp_path / "run").skipped.read_text().splitlines()]
+    assert (line["sample_id"], line["step"]) == (bad, 0)
+
+
+def test_a_store_without_a_single_anchor_trains_nothing_and_says_so(tmp_path: Path) -> None:
+    rows = turn_rows()
+    for row in rows:
+        row.loss_mask[:] = 0
+        row.loss_mask[3::2] = 1
+    little = make_store(tmp_path / "store", rows, manifest=little_manifest())
+    report = run(little, tmp_path / "run", manifest(optim={"max_steps": 3}))
+    assert (report.steps, report.tau) == (3, None)
+    assert all(line["blocks"] == 0 and line["loss"] == 0 for line in metrics(tmp_path / "run"))
+    with pytest.raises(InputError):
+        run(little, tmp_path / "heart", overfit=1)
+
+
+def test_first_steps_without_anchors_are_no_yardstick_for_an_exploding_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little = training_store(tmp_path / "store")
+    records = iter([(0.0, 0), (9.0, 4), (9.0, 4)])
+
+    def step_of(self: Trainer, at: int, packs: Any) -> dict[str, Any]:
+        loss, blocks = next(records)
+        return {"loss": loss, "blocks": blocks, "bad": 0, "grad_norm": 1.0, "acc": [], "tau": 1.0, "lr": 0.0}
+
+    monkeypatch.setattr(Trainer, "step", step_of)
+    assert run(little, tmp_path / "run", manifest(optim={"max_steps": 2})).steps == 2
+
+
+# on the command line
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    """Run hstrain in this process and return its exit status."""
+    monkeypatch.setattr(sys, "argv", ["hstrain", *map(str, args)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_exit_statuses_of_fit(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_manifest(tmp_path / "m.toml", optim={"max_steps": 3})
+    fitting = ("fit", toml, "--store", little.path, "--out", tmp_path / "run", "--device", "cpu")
+    assert main(monkeypatch, *fitting, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["run"]) == (3, str(tmp_path / "run"))
+    assert main(monkeypatch, *fitting, "--set", "optim.lr=5e-3") == 4
+    err = capsys.readouterr().err
+    assert "error[run-other-manifest]" in err
+    assert "hint: " in err
+    assert main(monkeypatch, *fitting, "--set", 'optim.lr="6e-4"') == 2
+    assert main(monkeypatch, "fit", toml, "--store", tmp_path / "nothing", "--out", tmp_path / "x") == 2
+    assert main(monkeypatch, "fit", toml, "--store", little.path) == 2
+    heart = ("fit", toml, "--store", little.path, "--device", "cpu", "--overfit", "1", "--out")
+    assert main(monkeypatch, *heart, tmp_path / "a", "--set", "optim.lr=2e-2", "--set", "data.anchors=64") == 0
+    monkeypatch.setattr(step, "OVERFIT_STEPS", 10)
+    assert main(monkeypatch, *heart, tmp_path / "b", "--set", "optim.lr=1e-9") == 1
+
+
+def test_interruption_gives_the_signals_status(little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toml = write_manifest(tmp_path / "m.toml")
+    fitting = ("fit", toml, "--store", little.path, "--out", tmp_path / "run", "--device", "cpu")
+    with during_step(2, lambda: os.kill(os.getpid(), signal.SIGINT)):
+        assert main(monkeypatch, *fitting) == 130
+    assert RunPaths(tmp_path / "run").steps() == [2]
+
+
+def test_sigterm_writes_a_checkpoint_and_exits_with_143(little: Little, tmp_path: Path) -> None:
+    toml = write_manifest(
+        tmp_path / "m.toml", optim={"max_steps": 100_000}, run={"checkpoint_every": 10**6, "validate_every": 10**6}
+    )
+    command = [sys.executable, "-m", "trainer", "fit", toml, "--store", little.path, "--out", tmp_path / "run"]
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, env=clean_environment())
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 5/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    with process.stderr:
+        rest = process.stderr.read()
+    assert process.wait(timeout=60) == 143, rest
+    assert "a checkpoint is written" in rest
+    _, facts = load_drafter(tmp_path / "run")
+    assert facts["step"] >= 5
+    assert not list(RunPaths(tmp_path / "run").staging.iterdir())
+
+
+def clean_environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def test_training_needs_neither_transformers_nor_the_target(little: Little, tmp_path: Path) -> None:
+    assert not Path(little.manifest.target.path).exists()
+    toml = write_manifest(tmp_path / "m.toml", optim={"max_steps": 2})
+    code = f"""
+import sys
+from pathlib import Path
+from trainer.fit import fit
+from trainer.manifest import load_train_manifest
+report = fit(load_train_manifest(Path({str(toml)!r})), Path({str(little.path)!r}), Path({str(tmp_path / "run")!r}))
+assert report.steps == 2 and report.tau is not None
+print(sorted(name for name in ("transformers", "datasets", "hscache.target", "hscache.corpus") if name in sys.modules))
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=clean_environment()
+    )
+    assert answer.stdout == "[]\n", answer.stderr
+
+
+def test_dry_run_plot_and_config(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_manifest(tmp_path / "m.toml")
+    assert main(monkeypatch, "fit", toml, "--store", little.path, "--dry-run", "--json", "--device", "cpu") == 0
+    numbers = json.loads(capsys.readouterr().out)
+    trainer = Trainer(train_manifest(), little.path, World.join("cpu"))
+    assert numbers["parameters"] == sum(p.numel() for p in trainer.drafter.parameters())
+    assert (numbers["train_samples"], numbers["validation_samples"]) == (len(trainer.train), len(trainer.held))
+    assert numbers["steps"] == trainer.total_steps
+    assert numbers["packs_an_epoch"] == len(trainer.schedule.packs(0))
+    assert numbers["tokens_an_epoch"] == int(trainer.store.n_tokens[trainer.train].sum())
+    assert numbers["memory_bytes"] == sum(numbers["memory"].values())
+    assert numbers["hours"] == pytest.approx(numbers["seconds_a_step"] * numbers["steps"] / 3600)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.toml"]  # nothing is written
+    assert main(monkeypatch, "fit", toml, "--store", little.path, "--dry-run", "--device", "cpu") == 0
+    assert f"{numbers['parameters']:,} parameters" in capsys.readouterr().out
+
+    assert main(monkeypatch, "config", toml, "--set", "optim.lr=1") == 0
+    text = capsys.readouterr().out
+    (tmp_path / "resolved.toml").write_text(text)
+    assert "lr = 1" in text
+    assert main(monkeypatch, "config", tmp_path / "resolved.toml") == 0
+    assert capsys.readouterr().out == text
+
+    run(little, tmp_path / "run")
+    cut_line(tmp_path / "run")  # a run may be in the middle of a line
+    assert main(monkeypatch, "plot", tmp_path / "run") == 0
+    assert (tmp_path / "run/curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(monkeypatch, "plot", tmp_path / "run", "-o", tmp_path / "other.png") == 0
+    assert (tmp_path / "other.png").exists()
+    assert main(monkeypatch, "plot", tmp_path / "nothing") == 2
+
+
+def test_learning_rates_follow_their_schedules() -> None:
+    from trainer.optim import learning_rate
+
+    def rates(**fields: Any) -> list[float]:
+        one = train_manifest(optim={"lr": 1.0, **fields}).optim
+        return [learning_rate(at, 100, one) for at in range(100)]
+
+    for schedule in ("cosine", "linear", "wsd", "constant"):
+        got = rates(schedule=schedule, warmup=0.1)
+        assert got[:10] == pytest.approx([(at + 1) / 10 for at in range(10)])
+        assert max(got) == 1.0
+        assert sorted(got[10:], reverse=True) == got[10:]
+        assert min(got) > 0
+    assert rates(schedule="constant", warmup=0.1)[-1] == 1.0
+    assert rates(schedule="linear", warmup=0.0)[50] == pytest.approx(0.5, abs=0.01)
+    assert rates(schedule="cosine", warmup=0.0)[25] == pytest.approx((1 + np.cos(np.pi / 4)) / 2, abs=0.01)
+    wsd = rates(schedule="wsd", warmup=0.1)
+    assert wsd[:82][10:] == [1.0] * 72
+    assert wsd[91] == pytest.approx(0.5, abs=0.03)
