@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,23 @@ def as_tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
 
 
 class Flat:
-    """The bound: all bytes of a sample in one file, into the same memory again and again, one call per array."""
+    """The bound: all bytes of a sample in one file, into the same memory again and again, one call per array.
 
-    def __init__(self, folder: Path, samples: Sequence[Arrays]) -> None:
+    Args:
+        folder: Gets the files.
+        samples: What is written.
+        room: Array name -> memory to read into; None for memory of its own.
+    """
+
+    def __init__(self, folder: Path, samples: Sequence[Arrays], room: Mapping[str, NDArray[Any]] | None = None) -> None:
         self.paths, self._fds, self._layouts = [], [], []
         longest = max(len(arrays["input_ids"]) for arrays in samples)
         self._room = {}
         for name, array in samples[0].items():
-            room = page_aligned((longest, *array.shape[1:]), array.dtype)  # the bound is entitled to good memory too
-            room.fill(0)
-            self._room[name] = memoryview(room).cast("B")
+            # the bound is entitled to good memory too
+            memory = page_aligned((longest, *array.shape[1:]), array.dtype) if room is None else room[name]
+            memory.fill(0)
+            self._room[name] = memoryview(memory).cast("B")
         for i, arrays in enumerate(samples):
             path, layout, at = folder / f"{i}.bin", {}, 0
             with open(path, "wb") as file:

@@ -20,19 +20,19 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
 from hscache.errors import IntegrityError
 from hscache.store.buffers import page_aligned
+from hscache.store.crc import crc32c
 from hscache.store.layout import CRC_BYTES, ArraySpec, data_file_name
 
 _ENTRY_BYTES = 16
@@ -47,6 +47,8 @@ _BATCH_BYTES = 1 << 20
 _MAX_GAP_BYTES = 4096
 # A call per row costs as much as copying this many bytes; leaving out fewer is no gain.
 _SKIP_BYTES = 16 << 10
+# Takes what lies between; nobody reads it, so that all threads may share it.
+_ASIDE = memoryview(bytearray(_MAX_GAP_BYTES))
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,8 @@ def read_layout(directory: Path, spec: ArraySpec) -> Layout | None:
     return Layout(rows, chunk_rows, outer_rows // chunk_rows, "blosc" in names)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Bytes at ``at`` of the file: a part of a chunk, or the checksum behind it."""
-
-    chunk: int
-    memory: NDArray[np.uint8]
-    at: int
-    is_crc: bool
+_Chunk = tuple[int, list[NDArray[np.uint8]], NDArray[np.uint8]]
+"""Number of a chunk, the memory that takes its bytes in order, and that of the checksum and padding behind it."""
 
 
 class ArrayFile:
@@ -141,7 +137,8 @@ class ArrayFile:
         self._fd = -1
         self._directory, self._spec, self.layout = directory, spec, layout
         self.rows = layout.rows
-        self.chunk_bytes = layout.chunk_rows * spec.row_bytes
+        self._row_bytes = spec.row_bytes
+        self.chunk_bytes = layout.chunk_rows * self._row_bytes
         if layout.rows == 0:
             return  # no file
         try:
@@ -205,7 +202,7 @@ class ArrayFile:
         buffer = bytearray(index_bytes + CRC_BYTES)
         self._preadv([memoryview(buffer)], size - len(buffer))
         table, crc = bytes(buffer[:index_bytes]), buffer[index_bytes:]
-        if google_crc32c.value(table) != int.from_bytes(crc, "little"):
+        if crc32c(table) != int.from_bytes(crc, "little"):
             raise self._damaged("the shard index differs from its checksum")
         entries = np.frombuffer(table, "<u8").reshape(-1, 2)[:used]
         if (entries == _MISSING).any():
@@ -219,15 +216,15 @@ class ArrayFile:
         return offsets, lengths
 
     def _read_plain(self, start: int, stop: int, out: NDArray[Any]) -> None:
-        row_bytes, chunk_rows = self._spec.row_bytes, self.layout.chunk_rows
-        flat, between = out.data.cast("B"), memoryview(bytearray(_MAX_GAP_BYTES))
+        row_bytes, chunk_rows, offsets = self._row_bytes, self.layout.chunk_rows, self._offsets
+        flat = out.data.cast("B")
         parts: list[memoryview] = []
         begin = end = done = 0
         for chunk in range(start // chunk_rows, -(-stop // chunk_rows)):
             first, last = max(start - chunk * chunk_rows, 0), min(stop - chunk * chunk_rows, chunk_rows)
-            at = self._offsets[chunk] + first * row_bytes
+            at = offsets[chunk] + first * row_bytes
             if parts and 0 < at - end <= _MAX_GAP_BYTES:
-                parts.append(between[: at - end])
+                parts.append(_ASIDE[: at - end])
             else:
                 self._preadv(parts, begin)
                 parts, begin = [], at
@@ -237,48 +234,57 @@ class ArrayFile:
         self._preadv(parts, begin)
 
     def _read_checked(self, start: int, stop: int, out: NDArray[Any]) -> None:
-        batch: list[_Piece] = []
-        begin = size = crc = 0
-        for piece in self._pieces(start, stop, _bytes_of(out)):
-            if batch and (piece.at != begin + size or size >= _BATCH_BYTES):
-                crc = self._read_batch(batch, begin, crc)
-                batch, size = [], 0
-            begin = begin if batch else piece.at
-            batch.append(piece)
-            size += piece.memory.size
-        self._read_batch(batch, begin, crc)
-
-    def _pieces(self, start: int, stop: int, flat: NDArray[np.uint8]) -> Iterator[_Piece]:
-        """Cut the chunks that hold rows, whole, into pieces in the order of the file."""
-        row_bytes, chunk_rows, done = self._spec.row_bytes, self.layout.chunk_rows, 0
-        chunks = range(start // chunk_rows, -(-stop // chunk_rows))
-        for chunk in chunks:
-            first, last = max(start - chunk * chunk_rows, 0), min(stop - chunk * chunk_rows, chunk_rows)
-            before, n_bytes = first * row_bytes, (last - first) * row_bytes
-            # what is not asked for goes aside, for the sake of the checksum
-            aside = _scratch("head" if chunk == chunks[0] else "tail", self.chunk_bytes - n_bytes)
-            at = self._offsets[chunk]
-            for memory in (aside[:before], flat[done : done + n_bytes], aside[before:]):
-                for cut in range(0, memory.size, _BATCH_BYTES):
-                    part = memory[cut : cut + _BATCH_BYTES]
-                    yield _Piece(chunk, part, at, is_crc=False)
-                    at += part.size
-            gap = self._offsets[chunk + 1] - at if chunk + 1 in chunks else CRC_BYTES
+        """Read the chunks that hold rows, whole: large ones piece by piece, neighbouring small ones in one call."""
+        row_bytes, chunk_rows, chunk_bytes = self._row_bytes, self.layout.chunk_rows, self.chunk_bytes
+        flat, offsets, done = _bytes_of(out), self._offsets, 0
+        batch: list[_Chunk] = []
+        begin = end = 0
+        last_chunk = (stop - 1) // chunk_rows
+        for chunk in range(start // chunk_rows, last_chunk + 1):
+            before = max(start - chunk * chunk_rows, 0) * row_bytes
+            n_bytes = min(stop - chunk * chunk_rows, chunk_rows) * row_bytes - before
+            body = [flat[done : done + n_bytes]]
+            done += n_bytes
+            if n_bytes < chunk_bytes:
+                # what is not asked for goes aside, for the sake of the checksum
+                aside = _scratch("head" if before else "tail", chunk_bytes - n_bytes)
+                body = [part for part in (aside[:before], body[0], aside[before:]) if part.size]
+            at = offsets[chunk]
+            gap = offsets[chunk + 1] - at - chunk_bytes if chunk < last_chunk else CRC_BYTES
             # with the padding behind it, if it is no more than that
             trailer = np.empty(gap if CRC_BYTES <= gap <= _MAX_GAP_BYTES else CRC_BYTES, np.uint8)
-            yield _Piece(chunk, trailer, at, is_crc=True)
-            done += n_bytes
+            if chunk_bytes > _BATCH_BYTES:
+                self._read_large(chunk, body, trailer)
+                continue
+            if batch and (at != end or end - begin >= _BATCH_BYTES):
+                self._read_batch(batch, begin)
+                batch = []
+            begin = begin if batch else at
+            batch.append((chunk, body, trailer))
+            end = at + chunk_bytes + trailer.size
+        if batch:
+            self._read_batch(batch, begin)
 
-    def _read_batch(self, batch: list[_Piece], begin: int, crc: int) -> int:
-        """Read adjacent pieces; return the checksum so far of the chunk that they end in."""
-        self._preadv([piece.memory.data for piece in batch], begin)
-        for piece in batch:
-            if piece.is_crc:
-                self._compare(piece.chunk, crc, piece.memory[:CRC_BYTES].tobytes())
-                crc = 0
-            else:
-                crc = google_crc32c.extend(crc, piece.memory)
-        return crc
+    def _read_batch(self, batch: list[_Chunk], begin: int) -> None:
+        """Read adjacent chunks in one call and compare each with its checksum."""
+        self._preadv([part for _, body, trailer in batch for part in (*body, trailer)], begin)
+        for chunk, body, trailer in batch:
+            crc = 0
+            for part in body:
+                crc = crc32c(part, crc)
+            self._compare(chunk, crc, trailer[:CRC_BYTES].tobytes())
+
+    def _read_large(self, chunk: int, body: list[NDArray[np.uint8]], trailer: NDArray[np.uint8]) -> None:
+        """Read a chunk in pieces, the checksum right behind each, while it is in the cache."""
+        at, crc = self._offsets[chunk], 0
+        for part in body:
+            for cut in range(0, part.size, _BATCH_BYTES):
+                piece = part[cut : cut + _BATCH_BYTES]
+                last = at + piece.size == self._offsets[chunk] + self.chunk_bytes
+                self._preadv([piece, trailer] if last else [piece], at)
+                crc = crc32c(piece, crc)
+                at += piece.size
+        self._compare(chunk, crc, trailer[:CRC_BYTES].tobytes())
 
     def _read_columns(self, start: int, stop: int, out: NDArray[Any], columns: Sequence[int], *, crc: bool) -> None:
         cell = math.prod(self._spec.inner[1:]) * self._spec.dtype.itemsize
@@ -351,7 +357,7 @@ class ArrayFile:
         self._preadv([packed.data], self._offsets[chunk])
         data, crc = packed[:-CRC_BYTES], packed[-CRC_BYTES:].tobytes()
         # in any case, and first: a decoder is not the place to meet damaged bytes
-        self._compare(chunk, google_crc32c.value(data), crc)
+        self._compare(chunk, crc32c(data), crc)
         unpacked_bytes = int.from_bytes(data[_BLOSC_NBYTES].tobytes(), "little")
         if unpacked_bytes != self.chunk_bytes:
             raise self._damaged(f"chunk {chunk} unpacks to {unpacked_bytes} bytes, expected {self.chunk_bytes}")
@@ -368,12 +374,12 @@ class ArrayFile:
         if found != int.from_bytes(recorded, "little"):
             raise self._damaged(f"chunk {chunk} differs from its checksum")
 
-    def _preadv(self, parts: list[memoryview], offset: int) -> None:
+    def _preadv(self, parts: Sequence[memoryview | NDArray[np.uint8]], offset: int) -> None:
         """Fill all parts from the file, in calls of at most IOV_MAX parts, however little each call gives."""
         i = 0
         while i < len(parts):
             try:
-                got = os.preadv(self._fd, parts[i : i + _IOV_MAX], offset)
+                got = os.preadv(self._fd, parts[i : i + _IOV_MAX], offset)  # type: ignore[arg-type]
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
@@ -385,7 +391,7 @@ class ArrayFile:
                 got -= parts[i].nbytes
                 i += 1
             if got:
-                parts[i] = parts[i][got:]
+                parts = [*parts[:i], parts[i][got:], *parts[i + 1 :]]
 
     def _damaged(self, what: str) -> IntegrityError:
         return damaged(self._directory, what)

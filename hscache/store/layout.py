@@ -36,6 +36,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,12 +84,12 @@ class ArraySpec:
     packed: bool
     scheme: lossy.Scheme | None = None
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one unpacked row."""
         return math.prod(self.inner) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def by_tap(self) -> bool:
         """Whether the axis behind the rows is that of the taps."""
         return self.name.startswith("hidden_states")

@@ -209,9 +209,12 @@ class Store:
         if verify and not whole:
             self.check_digest(i)
         rows = self._token_rows(i, start, stop)
+        shard, rooms = int(self._columns["shard"][i]), {} if out is None else out.arrays
         arrays = {
-            spec.name: self._read(i, spec.name, rows, out, picks if spec.by_tap else None, crc=crc)
-            for spec in self.specs.values()
+            name: self._shards.read(
+                shard, name, rows, room=rooms.get(name), columns=picks if spec.by_tap else None, crc=crc
+            )
+            for name, spec in self.specs.items()
             if spec.axis == "tokens"
         }
         positions = None
@@ -224,7 +227,8 @@ class Store:
             }
         if verify and whole:
             self._compare_digest(i, arrays)
-        arrays |= decoded(arrays, self.specs.values())
+        if self._lossy:
+            arrays |= decoded(arrays, self.specs.values())
         return _give_sample(self.sample_ids[i], self.tags[i], arrays, positions, kind)
 
     def loss_mask(self, i: int) -> NDArray[np.uint8]:
@@ -310,6 +314,10 @@ class Store:
                 hint=f"hscache verify {self.path} --level full",
             )
         return positions, slice(first + skipped, first + skipped + len(positions))
+
+    @cached_property
+    def _lossy(self) -> bool:
+        return any(spec.scheme is not None for spec in self.specs.values())
 
     @cached_property
     def _by_id(self) -> dict[str, int]:

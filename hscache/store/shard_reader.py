@@ -79,7 +79,8 @@ class ShardReader:
             out = page_aligned((n, *inner), spec.dtype)
         else:
             out = room[:n]
-        file.read(rows.start, rows.stop, out, columns=columns, crc=crc, pool=self._pool())
+        pool = self._pool() if spec.packed else None
+        file.read(rows.start, rows.stop, out, columns=columns, crc=crc, pool=pool)
         return out
 
     def close(self) -> None:

@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from hscache.errors import IntegrityError
 from hscache.store.codecs import Codec
+from hscache.store.crc import crc32c
 from hscache.store.durable import fsync_directory, publish_directory, write_file
 from hscache.store.layout import (
     CRC_BYTES,
@@ -239,4 +239,4 @@ class ShardWriter:
 
 def _crc(data: memoryview) -> memoryview:
     # google_crc32c takes numpy arrays without a copy, memoryviews not at all
-    return memoryview(google_crc32c.value(np.frombuffer(data, np.uint8)).to_bytes(CRC_BYTES, "little"))
+    return memoryview(crc32c(np.frombuffer(data, np.uint8)).to_bytes(CRC_BYTES, "little"))
