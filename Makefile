@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install assets demo demo-smollm2 test lint types check crash fla clean
+.PHONY: help install assets demo demo-smollm2 test lint types check crash fla oracle clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -36,7 +36,7 @@ lint: $(STAMP)  ## ruff
 types: $(STAMP)  ## mypy --strict on both packages
 	$(BIN)/mypy
 
-check: lint types test fla  ## everything that CI runs
+check: lint types test fla oracle  ## everything that CI runs
 
 crash: assets  ## kill -9 at 20 random moments; minutes
 	$(BIN)/python -m pytest -m crash
@@ -44,6 +44,10 @@ crash: assets  ## kill -9 at 20 random moments; minutes
 fla: assets  ## fla's real kernels through Triton's interpreter, and other versions of transformers; minutes
 	$(BIN)/python tools/fla_env.py
 	$(BIN)/python -m pytest -m fla
+
+oracle: assets  ## exports, masks and losses against dflash and speculators; a download once
+	$(BIN)/python tools/oracle_env.py
+	$(BIN)/python -m pytest -m oracle
 
 clean:  ## remove .venv and the demo's output
 	rm -rf $(VENV) runs

@@ -62,6 +62,22 @@ def imports(tree: ast.AST, *, module_level_only: bool = False) -> Iterator[str]:
             nodes += ast.iter_child_nodes(node)
 
 
+# The same for the trainer, a module a room.
+TRAINER_LEVELS = [
+    {"__main__"},
+    {"cli"},
+    {"fit", "estimate", "plot", "doctor", "speculate", "export"},
+    {"report", "progress", "decode"},
+    {"step", "importer", "checkpoint", "live_target", "sampling"},
+    {"evaluate", "optim", "parallel", "layouts"},
+    {"data", "ddtree"},
+    {"manifest"},
+    {"losses", "drafter", "anchors"},
+    {"masks"},
+    {"trainer"},  # limits of oneDNN's caches
+]
+
+
 def room(module: str) -> str:
     """Return the entry of LEVELS that a module belongs to."""
     rooms = [name for level in LEVELS for name in level if f"{module}.".startswith(f"{name}.")]
@@ -85,6 +101,16 @@ def test_imports_point_down(module: str) -> None:
             continue
         same_room = room(imported) == room(module)
         assert same_room or level(imported) > level(module), f"{module} imports {imported}, which is not below it"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("trainer")])
+def test_the_trainers_imports_point_down(module: str) -> None:
+    def depth(name: str) -> int:
+        return next(i for i, level in enumerate(TRAINER_LEVELS) if name.removeprefix("trainer.") in level)
+
+    for imported in ours(module):
+        if imported.startswith("trainer"):
+            assert depth(imported) > depth(module), f"{module} imports {imported}, which is not below it"
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("trainer")])
