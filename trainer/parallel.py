@@ -130,7 +130,9 @@ def like(whole: Tensor, parameter: Tensor) -> Tensor:
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import distribute_tensor
 
-        return distribute_tensor(whole.to(parameter.device), parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        # every rank has read the whole tensor and cuts out its own part: nothing is sent
+        return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
     return whole.to(parameter.device)
 
 
@@ -141,7 +143,7 @@ def optimizer_tensors(model: Drafter, optimizers: Iterable[torch.optim.Optimizer
         f"{names[id(parameter)]}/{key}": full(value)
         for optimizer in optimizers
         for parameter, state in optimizer.state.items()
-        for key, value in state.items()
+        for key, value in sorted(state.items())  # the same order on all ranks: safetensors gives any
         if isinstance(value, Tensor)
     }
 

@@ -1,0 +1,78 @@
+"""What the tests of many ranks run in each of them: ``python -m tests.ranks JOBS OUT``, under torchrun's variables.
+
+A job is JSON: its name, ``fit`` or ``step``, sections of :func:`tests.trainers.train_manifest`, a store, and a port.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hscache.errors import HscacheError
+from tests.trainers import train_manifest
+from trainer import step as step_module
+from trainer.fit import fit
+from trainer.manifest import TrainManifest
+from trainer.parallel import World, full
+from trainer.step import Trainer
+
+
+def first_step(manifest: TrainManifest, store: Path, world: World) -> dict[str, Any]:
+    """Do the first step of a run; return what it logs, its gradients and the weights behind it, all whole."""
+    trainer = Trainer(manifest, store, world)
+    trainer.calibrate()
+    trainer.distribute()
+    found: dict[str, Any] = {}
+    scale = step_module.scale_and_clip
+
+    def noting(parameters: Any, factor: float, largest: float) -> Any:
+        norm = scale(parameters, factor, largest)
+        grads = {name: p.grad for name, p in trainer.drafter.named_parameters()}
+        found["grads"] = {name: full(torch.zeros(()) if grad is None else grad) for name, grad in grads.items()}
+        return norm
+
+    step_module.scale_and_clip = noting  # type: ignore[assignment]
+    try:
+        with trainer.stream(0) as stream:
+            packs = next(stream)
+            found["samples"] = [pack.sample_ids for pack in packs]
+            found["record"] = trainer.step(0, packs)
+    finally:
+        step_module.scale_and_clip = scale
+    found["weights"] = {name: full(p) for name, p in trainer.drafter.named_parameters()}
+    found["validation"] = trainer.validate()
+    return found
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job as one of its ranks."""
+    os.environ["MASTER_PORT"] = str(job["port"])
+    manifest, store = train_manifest(**job["sections"]), Path(job["store"])
+    if job["what"] == "step":
+        world = World.join("cpu")
+        try:
+            return first_step(manifest, store, world)
+        finally:
+            world.leave()
+    try:
+        return asdict(fit(manifest, store, Path(job["out"]), device="cpu"))
+    except HscacheError as error:
+        return {"error": error.code, "message": error.message}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    for job in jobs:
+        torch.save(run(job), out / f"{job['name']}-{os.environ['RANK']}.pt")
+        print(job["name"], file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

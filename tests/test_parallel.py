@@ -1,0 +1,320 @@
+"""A step is what it is, however it is cut: into packs, groups of queries, ranks, or pieces that are computed again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import first_step, run
+from tests.stores import Little
+from tests.trainers import damage, train_manifest, training_store
+from trainer import masks
+from trainer.checkpoint import RunPaths, load_state
+from trainer.fit import fit
+from trainer.losses import Kind, Weights
+from trainer.manifest import TrainManifest
+from trainer.parallel import World
+from trainer.step import Trainer
+
+Found = dict[str, Any]
+ALONE = World(0, 1, torch.device("cpu"))
+UNCLIPPED = {"optim": {"clip": 1e9, "warmup": 0.0}}
+
+
+@pytest.fixture(scope="module")
+def little(tmp_path_factory: pytest.TempPathFactory) -> Little:
+    return training_store(tmp_path_factory.mktemp("ranks") / "store")
+
+
+def manifest(**sections: dict[str, Any]) -> TrainManifest:
+    return train_manifest(**{**UNCLIPPED, **sections})
+
+
+def same_step(a: Found, b: Found, rel: float = 1e-5) -> None:
+    """Compare loss, accuracies, norm and gradients of two steps, up to rounding."""
+    for key in ("loss", "grad_norm", "tau"):
+        assert a["record"][key] == pytest.approx(b["record"][key], rel=rel), key
+    for key in ("acc", "blocks", "bad", "lr"):
+        assert a["record"][key] == b["record"][key], key
+    assert a["record"]["loss"] > 1
+    largest = max(float(grad.abs().max()) for grad in b["grads"].values())
+    assert largest > 1e-4
+    for name, grad in b["grads"].items():
+        torch.testing.assert_close(
+            a["grads"][name], grad, atol=rel * largest, rtol=10 * rel, msg=lambda t, n=name: f"{n}: {t}"
+        )
+
+
+# in one process
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [("ce", "exp"), ("ce", "dpace"), ("kl-topk", "none"), ("kl-exact", "exp"), ("tv", "exp"), ("ce-argmax", "exp")],
+)
+def test_packs_of_many_samples_are_those_samples_alone(little: Little, kind: Kind, weights: Weights) -> None:
+    loss = {"kind": kind, "weights": weights}
+    whole, fourths, alone = (
+        first_step(manifest(loss=loss, data={"pack_tokens": tokens, "packs_per_step": 99}), little.path, ALONE)
+        for tokens in (9999, 80, 2)
+    )
+    assert [len(packs["samples"]) for packs in (whole, fourths, alone)] == [1, 4, 9]
+    assert sorted(i for pack in whole["samples"] for i in pack) == sorted(i for pack in alone["samples"] for i in pack)
+    same_step(whole, alone)
+    same_step(whole, fourths)
+
+
+def test_a_mean_of_means_would_be_noticed(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: each pack's loss is divided by its own weight, as accumulation is often written."""
+    loss_of = Trainer.loss
+
+    def planted(self: Trainer, pack: Any, at: int) -> Any:
+        result = loss_of(self, pack, at)
+        object.__setattr__(result, "loss_sum", result.loss_sum / result.weight_sum.clamp_min(1e-9))
+        object.__setattr__(result, "weight_sum", torch.ones(()))
+        return result
+
+    monkeypatch.setattr(Trainer, "loss", planted)
+    whole, fourths = (
+        first_step(manifest(data={"pack_tokens": tokens, "packs_per_step": 99}), little.path, ALONE)
+        for tokens in (9999, 80)
+    )
+    with pytest.raises(AssertionError):
+        same_step(whole, fourths)
+
+
+@pytest.mark.parametrize("queries", [1, 12, 10**6])
+def test_groups_of_queries_change_nothing(little: Little, monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    one = manifest(data={"pack_tokens": 200})
+    before = first_step(one, little.path, ALONE)
+    monkeypatch.setattr(masks, "_GROUP_QUERIES", queries)
+    same_step(first_step(one, little.path, ALONE), before)
+
+
+def test_computing_layers_again_changes_nothing(little: Little) -> None:
+    plain, again = (
+        first_step(manifest(data={"pack_tokens": 200}, run={"gradient_checkpointing": on}), little.path, ALONE)
+        for on in (False, True)
+    )
+    same_step(again, plain, rel=1e-7)
+
+
+def test_bf16_products_give_nearly_the_same_step(little: Little) -> None:
+    exact, rough = (
+        first_step(manifest(data={"pack_tokens": 200}, run={"precision": name}), little.path, ALONE)
+        for name in ("fp32", "bf16")
+    )
+    assert rough["record"]["loss"] == pytest.approx(exact["record"]["loss"], rel=0.02)
+    assert all(grad.dtype == torch.float32 for grad in rough["grads"].values())
+    assert all(weight.dtype == torch.float32 for weight in rough["weights"].values())
+    for name, grad in exact["grads"].items():
+        assert (rough["grads"][name] - grad).norm() < 0.1 * grad.norm() + 1e-6, name
+
+
+# in two processes
+
+
+def free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return int(made.getsockname()[1])
+
+
+STEP_JOBS: dict[str, dict[str, Any]] = {
+    "even": {"data": {"packs_per_step": 4}},
+    "uneven": {"data": {"packs_per_step": 3, "noise": 0.1}, "loss": {"weights": "dpace"}},
+    "one pack": {"data": {"packs_per_step": 1}, "loss": {"kind": "kl-exact"}, "run": {"gradient_checkpointing": True}},
+}
+FIT: dict[str, Any] = {
+    "data": {"packs_per_step": 3},
+    "optim": {"max_steps": 6},
+    "run": {"checkpoint_every": 2, "validate_every": 2, "keep": 9},
+}
+
+
+def with_kind(sections: dict[str, Any], parallel: str) -> dict[str, Any]:
+    return {**UNCLIPPED, **sections, "run": {**sections.get("run", {}), "parallel": parallel}}
+
+
+@pytest.fixture(scope="module")
+def two(little: Little, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
+    """All jobs of two ranks, done by one pair of processes: job -> what each rank found."""
+    root = tmp_path_factory.mktemp("two")
+    bad = training_store(root / "bad-store")
+    damage(bad.path, bad_sample(bad))
+    jobs: list[dict[str, Any]] = []
+    for parallel in ("ddp", "fsdp"):
+        for name, sections in STEP_JOBS.items():
+            jobs.append(
+                {
+                    "name": f"{parallel} {name}",
+                    "what": "step",
+                    "store": little.path,
+                    "sections": with_kind(sections, parallel),
+                }
+            )
+        step = with_kind({"data": {"packs_per_step": 2}}, parallel)
+        jobs.append({"name": f"{parallel} bad", "what": "step", "store": bad.path, "sections": step})
+        jobs.append(
+            {
+                "name": f"{parallel} fit",
+                "what": "fit",
+                "store": little.path,
+                "sections": with_kind(FIT, parallel),
+                "out": root / f"{parallel}-run",
+            }
+        )
+        begun = root / f"{parallel}-begun"  # by one process; these two go on with it
+        one = train_manifest(**with_kind(FIT, parallel))
+        fit(one, little.path, begun, device="cpu")
+        for at in (4, 6):
+            shutil.rmtree(RunPaths(begun).checkpoint(at))
+        jobs.append(
+            {
+                "name": f"{parallel} resume",
+                "what": "fit",
+                "store": little.path,
+                "sections": with_kind(FIT, parallel),
+                "out": begun,
+            }
+        )
+    skip = {"data": {"max_bad_samples": 1, "packs_per_step": 2}, "run": {"parallel": "ddp"}}
+    jobs.append({"name": "skip", "what": "fit", "store": bad.path, "sections": skip, "out": root / "skip-run"})
+    refuse = {"data": {"max_bad_samples": 0, "packs_per_step": 2}, "run": {"parallel": "ddp"}}
+    jobs.append({"name": "refuse", "what": "fit", "store": bad.path, "sections": refuse, "out": root / "refuse-run"})
+    for job in jobs:
+        job["port"] = free_port()
+    (root / "jobs.json").write_text(json.dumps(jobs, default=str))
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.ranks", str(root / "jobs.json"), str(root)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(Path(__file__).parents[1])},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=400)[1] for process in processes]  # a hang is a failure
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n\n".join(said)
+    found = {
+        job["name"]: [torch.load(root / f"{job['name']}-{rank}.pt", weights_only=False) for rank in range(2)]
+        for job in jobs
+    }
+    found["paths"] = [{"root": root, "bad": bad.path}]
+    return found
+
+
+def bad_sample(little: Little) -> str:
+    """Return a sample of the first step's second pack."""
+    trainer = Trainer(train_manifest(), little.path, ALONE)
+    return trainer.store.sample_ids[trainer.schedule.packs(0)[1][0]]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", STEP_JOBS)
+def test_two_ranks_take_the_step_of_one(little: Little, two: dict[str, list[Found]], name: str, parallel: str) -> None:
+    alone = first_step(train_manifest(**with_kind(STEP_JOBS[name], parallel)), little.path, ALONE)
+    first, second = two[f"{parallel} {name}"]
+    shared = [pack for pair in zip(first["samples"], second["samples"], strict=True) for pack in pair]
+    assert [pack for pack in shared if pack] == alone["samples"]
+    assert (
+        len(shared) - len(alone["samples"]) == {"even": 0, "uneven": 1, "one pack": 1}[name]
+    )  # an empty one, if need be
+    for rank in (first, second):
+        same_step(rank, alone)
+        assert rank["record"] == first["record"]
+        for key, weight in alone["weights"].items():
+            torch.testing.assert_close(rank["weights"][key], weight, atol=2e-4, rtol=1e-4)
+            assert torch.equal(rank["weights"][key], first["weights"][key])
+    assert first["validation"] == second["validation"]
+    for key in ("samples", "anchors"):
+        assert first["validation"][key] == alone["validation"][key]
+    assert first["validation"]["tau"] == pytest.approx(alone["validation"]["tau"], abs=0.1)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_sample_that_one_rank_cannot_read_is_left_out_by_both(two: dict[str, list[Found]], parallel: str) -> None:
+    path = two["paths"][0]["bad"]
+    alone = first_step(train_manifest(**with_kind({"data": {"packs_per_step": 2}}, parallel)), path, ALONE)
+    first, second = two[f"{parallel} bad"]
+    assert alone["record"]["bad"] == 1
+    for rank in (first, second):
+        same_step(rank, alone)
+        assert rank["record"] == first["record"]
+
+
+def losses(out: Path) -> list[tuple[int, float, float]]:
+    lines = [json.loads(line) for line in RunPaths(out).metrics.read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
+
+
+def same_run(a: Path, b: Path) -> None:
+    """Compare losses and last weights of two runs, up to what rounding does to six steps."""
+    assert [step for step, *_ in losses(a)] == [step for step, *_ in losses(b)] == list(range(1, 7))
+    for (_, loss, norm), (_, other, other_norm) in zip(losses(a), losses(b), strict=True):
+        assert loss == pytest.approx(other, rel=1e-3)
+        assert norm == pytest.approx(other_norm, rel=2e-2)
+    (weights, moments, state), (others, other_moments, other_state) = (
+        load_state(RunPaths(x).checkpoint(6)) for x in (a, b)
+    )
+    assert weights.keys() == others.keys()
+    assert moments.keys() == other_moments.keys()
+    assert state["step"] == other_state["step"] == 6
+    for name, weight in weights.items():
+        assert (weight - others[name]).norm() < 2e-2 * weight.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_may_go_on_with_another_number_of_ranks(
+    little: Little, two: dict[str, list[Found]], tmp_path: Path, parallel: str
+) -> None:
+    root, one = two["paths"][0]["root"], train_manifest(**with_kind(FIT, parallel))
+    fit(one, little.path, tmp_path / "alone", device="cpu")
+    same_run(root / f"{parallel}-run", tmp_path / "alone")  # two ranks
+    same_run(root / f"{parallel}-begun", tmp_path / "alone")  # one, then two
+    back = tmp_path / "back"
+    shutil.copytree(root / f"{parallel}-run", back)
+    for at in (4, 6):
+        shutil.rmtree(RunPaths(back).checkpoint(at))
+    fit(one, little.path, back, device="cpu")
+    same_run(back, tmp_path / "alone")  # two, then one
+    for name in ("fit", "resume"):
+        first, second = two[f"{parallel} {name}"]
+        assert (first["steps"], first["tau"], first["best_tau"]) == (second["steps"], second["tau"], second["best_tau"])
+
+
+def test_one_bad_sample_on_two_ranks_is_counted_once_and_recorded_once(two: dict[str, list[Found]]) -> None:
+    first, second = two["skip"]
+    assert (first["skipped"], second["skipped"]) == (1, 1)
+    assert first["steps"] == second["steps"]
+    text = RunPaths(two["paths"][0]["root"] / "skip-run").skipped.read_text()
+    assert len(text.splitlines()) == 1
+
+
+def test_too_many_bad_samples_stop_both_ranks(two: dict[str, list[Found]]) -> None:
+    first, second = two["refuse"]
+    assert first["error"] == second["error"] == "too-many-bad-samples"
+
+
+def test_one_process_is_a_world_of_one(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    world = World.join("cpu")
+    assert (world.rank, world.size, world.main) == (0, 1, True)
+    assert world.sum(torch.ones(2)).tolist() == [1, 1]
+    assert world.gather("x") == ["x"]
+    assert world.merge({"a": "b"}) == {"a": "b"}
+    assert run({"port": 0, "what": "step", "sections": {}, "store": str(little.path)})["record"]["blocks"] > 0
