@@ -40,7 +40,6 @@ def open_drafter(path: Path, head: TargetHead) -> tuple[Drafter, dict[str, Any]]
 
     Raises:
         InputError: ``not-a-checkpoint`` and what :func:`trainer.importer.read_checkpoint` raises.
-        ConflictError: ``drafter-other-target``.
     """
     if (path / CONFIG_FILE).exists():
         drafter, _ = import_checkpoint(path, head)
