@@ -36,7 +36,8 @@ def little(tmp_path_factory: pytest.TempPathFactory) -> Little:
 
 
 def manifest(**sections: dict[str, Any]) -> TrainManifest:
-    return train_manifest(**{**UNCLIPPED, **sections})
+    # the calibrated start looks at the first pack, and so depends on what that is
+    return train_manifest(**{**UNCLIPPED, "drafter": {"logit_std": 0}, **sections})
 
 
 def same_step(a: Found, b: Found, rel: float = 1e-5) -> None:
@@ -45,7 +46,7 @@ def same_step(a: Found, b: Found, rel: float = 1e-5) -> None:
         assert a["record"][key] == pytest.approx(b["record"][key], rel=rel), key
     for key in ("acc", "blocks", "bad", "lr"):
         assert a["record"][key] == b["record"][key], key
-    assert a["record"]["loss"] > 1
+    assert a["record"]["loss"] > 0.5
     largest = max(float(grad.abs().max()) for grad in b["grads"].values())
     assert largest > 1e-4
     for name, grad in b["grads"].items():
