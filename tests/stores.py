@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,7 @@ def make_store(
     shards: Sequence[int] | None = None,
     scale: Callable[[int], float] = lambda shard: 1.0,
     time: str = "2026-01-01T00:00:00Z",
+    says: Mapping[str, Any] | None = None,
 ) -> Little:
     """Write a store by hand, through the public parts of the format.
 
@@ -122,15 +123,19 @@ def make_store(
         shards: Shards to commit; None for all, with the index.
         scale: Shard -> magnitude of its taps.
         time: When it was made: provenance, without influence on the content.
+        says: What the store says of its target otherwise: ``weights`` and ``tokenizer`` (digests by file),
+            ``path`` (of kernels), and any fact of ``target.json``.
     """
-    manifest = manifest or little_manifest()
+    manifest, said = manifest or little_manifest(), dict(says or {})
+    digests: dict[str, Any] = {name: said.pop(name, {}) for name in ("weights", "tokenizer")}
+    kernels = {"path": said.pop("path")} if "path" in said else {}
     paths, batches = StorePaths(path), _Batches()
     rows = corpus_rows() if rows is None else list(rows)
     plan = make_plan(rows, manifest, hidden_size=HIDDEN, vocab_size=VOCAB, sink=batches)
     body = {
         "format_version": FORMAT_VERSION,
         "manifest": manifest.model_dump(mode="json"),
-        "target": {"shape": manifest.target.shape.model_dump(), "weights": {}, "config": {}, "tokenizer": {}},  # type: ignore[union-attr]
+        "target": {"shape": manifest.target.shape.model_dump(), "config": {}, **digests},  # type: ignore[union-attr]
         "corpus": plan.corpus,
         "plan": {"digest": table_digest(plan.table), "shards": len(plan.batches), **plan.totals},
         "created": {"hscache": "0", "time": time},
@@ -141,11 +146,12 @@ def make_store(
     paths.plan.write_bytes(sealed_bytes(plan.table))
     paths.shards.mkdir()
     made: dict[str, Arrays] = {}
+    observed = provenance(time)
     # most of a little store's time would be the disk's: no power cut threatens it
     with patch("os.fsync"), Staging(paths.staging) as staging:
         config = staging.path / "config.json"
         config.write_text('{"model_type": "little"}')
-        facts = {"head": {"scale": 1.0, "softcap": None}, "norm_kind": "w", "norm_eps": 1e-6}
+        facts = {"head": {"scale": 1.0, "softcap": None}, "norm_kind": "w", "norm_eps": 1e-6, **said}
         write_target(paths.target, staging.path, head_weights(), facts, [config])
         for shard in range(len(plan.batches)) if shards is None else shards:
             writer = ShardWriter(staging.path / "shard", manifest_specs(manifest, HIDDEN), manifest.store.codec)
@@ -170,7 +176,7 @@ def make_store(
             attributes = {
                 "shard": shard,
                 "manifest_digest": document["digest"],
-                "provenance": provenance(time),
+                "provenance": {**observed, "kernels": {**observed["kernels"], **kernels}},
                 "health": health.to_json(),
             }
             if manifest.store.codec in lossy.NAMES:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections import namedtuple
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +17,16 @@ import pytest
 import hscache
 from hscache.cli import main
 from hscache.manifest import load_manifest
+from tests.commands import Answer, runner
 from tests.stores import Little, flip, make_store
 
 MANIFESTS = Path(__file__).parents[1] / "manifests" / "build"
 
 
-@dataclass
-class Answer:
-    """What a command did."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def code(self) -> str:
-        (line,) = [line for line in self.err.splitlines() if line.startswith("error[")]
-        return line.removeprefix("error[").split("]: ")[0]
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that runs ``hscache ARGUMENTS`` in this process."""
-
-    def run_main(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["hscache", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        return Answer(int(stop.value.code or 0), captured.out, captured.err)
-
-    return run_main
+    return runner("hscache", main, capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ STATUS = {
     "EnvironmentFault": 3,
     "ConflictError": 4,
     "IntegrityError": 1,
+    "TrainingFault": 1,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,15 @@ def training_store(
     *,
     edit: Edit | None = None,
     edit_stored: Edit | None = None,
+    says: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> Little:
-    """Write a little store whose samples are long enough to train on, in several shards."""
+    """Write a little store whose samples are long enough to train on, in several shards; see :func:`make_store`."""
     manifest = little_manifest(
         limits={"max_tokens": 1024, "batch_tokens": 64},
         **{"store": {"chunk_tokens": 4, "shard_bytes": 6000}, **sections},
     )
-    return make_store(path, turn_rows(lengths), manifest=manifest, edit=edit, edit_stored=edit_stored)
+    return make_store(path, turn_rows(lengths), manifest=manifest, edit=edit, edit_stored=edit_stored, says=says)
 
 
 def little_config(**changes: Any) -> DrafterConfig:

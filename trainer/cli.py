@@ -20,6 +20,13 @@ app = typer.Typer(
 )
 
 
+def _picture(path: Path | None) -> Path | None:
+    if path is not None and path.suffix.lower() not in _PICTURES:
+        raise typer.BadParameter(f"{path}: expected a name that ends with {', '.join(_PICTURES)}")
+    return path
+
+
+_PICTURES = (".png", ".svg", ".pdf")
 Manifest = Annotated[Path, typer.Argument(help="Training manifest (TOML).")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: optim.lr=1e-3.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
@@ -119,7 +126,9 @@ def fit(
 @app.command()
 def plot(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Picture; default: curves.png in the run.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Picture; default: curves.png in the run.", callback=_picture)
+    ] = None,
 ) -> None:
     """Draw a run's curves: loss, tau, accuracy by slot, waiting for data.
 
@@ -142,7 +151,7 @@ def eval_(
     samples: Annotated[int | None, typer.Option(min=1, help="Score the first N of them.")] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the drafter.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Picture to write.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture to write.", callback=_picture)] = None,
     json: Json = False,
 ) -> None:
     """Score drafters on the cache alone: tau by the serving walk, tau_all, accuracy, DDTree, by tag and position.
@@ -152,12 +161,12 @@ def eval_(
     from trainer.report import evaluate, plot_evaluation, print_evaluation
 
     found = evaluate(checkpoints, store, held_out=held_out, samples=samples, precision=precision, device=device)
-    if plot is not None:
-        plot_evaluation(found, plot)
     if json:
         emit_json(found)
     else:
         print_evaluation(found)
+    if plot is not None:
+        plot_evaluation(found, plot)
 
 
 @app.command()

@@ -15,17 +15,20 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 import hscache
 from hscache.console import table
 from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
+from hscache.store.lossy import WORST_COSINE
 from hscache.store.reader import Store
 from trainer.checkpoint import store_facts
 from trainer.report import open_drafter
 
-_STATES_APART = 1e-3
-"""Mean of 1 - cos over tokens and taps; bf16 runs of one target differ by some 1e-5."""
+_STATES_APART, _NORM_APART = 1e-3, 0.02
+"""Mean of 1 - cos over a tap's tokens, and how far the tap's norm may be off, as ``hscache verify --recompute`` takes them;
+bf16 runs of one target differ by some 1e-5."""
 
 EFFECTS: dict[str, str] = {
     "taps": "other layers feed the drafter: 3-5 % lower acceptance when off by one, nothing when far off",
@@ -89,7 +92,8 @@ def diagnose(
     config, there = drafter.config, store_facts(store)
     before: Mapping[str, Any] = known.get("provenance", {}).get("store", {})
     live = _live(target, store, config.taps, dtype, device) if target is not None else {}
-    shape = store.manifest["target"]["shape"]
+    shape, mask = store.manifest["target"]["shape"], config.mask_token_id
+    used = _uses(store, mask)
     wanted = {
         "num_layers": config.num_target_layers,
         "hidden_size": config.hidden_size,
@@ -104,17 +108,12 @@ def diagnose(
         _same("kernel path", before.get("kernel_path"), there["kernel_path"], live.get("kernel_path"), grave=False),
         _same("target precision", before.get("target_dtype"), there["target_dtype"], live.get("dtype"), grave=False),
         _same("codec", before.get("codec"), there["codec"], grave=False),
-        Fact(
-            "mask token",
-            config.mask_token_id,
-            _uses(store, config.mask_token_id),
-            same=config.mask_token_id < config.vocab_size and not _uses(store, config.mask_token_id),
-        ),
+        Fact("mask token", mask, used, same=mask < config.vocab_size and used is None),
         Fact("rope", f"theta {config.rope_theta:g}, whole head of {config.head_dim}"),
     ]
     if live:
         apart = live["apart"]
-        facts.append(Fact("live states", None, "stored", f"1-cos {apart:.1e}", same=apart < _STATES_APART))
+        facts.append(Fact("live states", None, "stored", apart[0] or "not comparable", same=apart[1]))
     return facts
 
 
@@ -139,18 +138,36 @@ def _live(
     """Return the live target's facts, and how far its states of a stored sample are from the stored ones."""
     from trainer.live_target import file_facts, kernel_path, open_target
 
-    sample = store.sample(int(store.n_tokens.argmin()), taps=taps)
     with open_target(target, taps, dtype=dtype, device=device) as (live, observation):
-        rows = live.prefill(sample.input_ids.tolist())
-        stored, fresh = sample.hidden_states.float(), rows.states.cpu().float()
-        return {
+        found = {
             **file_facts(live.directory),
             "shape": live.loaded.shape.model_dump(),
             "norm_kind": live.loaded.norm_kind,
             "dtype": dtype,
-            "kernel_path": kernel_path(observation),
-            "apart": float((1 - F.cosine_similarity(stored, fresh, dim=-1)).mean()),
+            "kernel_path": None,
+            "apart": ("", False),
         }
+        # token ids of another vocabulary, or taps that are not there, are findings of their own
+        if found["shape"] == store.manifest["target"]["shape"] and set(taps) <= set(store.taps):
+            sample = store.sample(int(store.n_tokens.argmin()), taps=taps)
+            rows = live.prefill(sample.input_ids.tolist())
+            lossy = store.manifest["manifest"]["store"]["codec"]
+            found["apart"] = _apart(sample.hidden_states.float(), rows.states.cpu().float(), taps, lossy)
+            found["kernel_path"] = kernel_path(observation)
+    return found
+
+
+def _apart(stored_TLH: Tensor, fresh_TLH: Tensor, taps: tuple[int, ...], codec: str) -> tuple[str, bool]:
+    """Return how far states are apart at the worst tap, in words, and whether they may be the same ones."""
+    limit = _STATES_APART if codec != "int4" else 1 - WORST_COSINE[codec]
+    turned_L = (1 - F.cosine_similarity(stored_TLH, fresh_TLH, dim=-1)).mean(0)
+    # per token: an outlier token's norm would hide all the others
+    grown_L = (fresh_TLH.norm(dim=-1) / stored_TLH.norm(dim=-1)).log().mean(0).exp()
+    # NaN is worse than anything
+    worst = int(torch.maximum(turned_L / limit, (grown_L - 1).abs() / _NORM_APART).nan_to_num(torch.inf).argmax())
+    turned, grown = float(turned_L[worst]), float(grown_L[worst])
+    same = turned < limit and abs(grown - 1) < _NORM_APART
+    return f"1-cos {turned:.1e}, norms {grown:.3f} times those stored, at tap {taps[worst]}", same
 
 
 def _uses(store: Store, token: int) -> str | None:

@@ -19,13 +19,14 @@ from hscache.store.reader import Store
 from trainer.checkpoint import load_drafter
 from trainer.data import split
 from trainer.ddtree import SIZES
-from trainer.drafter import Drafter
+from trainer.drafter import Drafter, DrafterConfig
 from trainer.evaluate import SampleScore, by_tag, score_store, summarise
 from trainer.importer import CONFIG_FILE, import_checkpoint
+from trainer.layouts import other_target
 from trainer.losses import Head
 
 POSITIONS = (0, 16, 64, 256, 1024)
-"""Where an anchor may lie in its sample's answers, in supervised tokens: bounds of the bins."""
+"""Where an anchor may lie in its sample's answers, counted in anchors: bounds of the bins."""
 
 
 def open_drafter(path: Path, head: TargetHead) -> tuple[Drafter, dict[str, Any]]:
@@ -40,6 +41,7 @@ def open_drafter(path: Path, head: TargetHead) -> tuple[Drafter, dict[str, Any]]
 
     Raises:
         InputError: ``not-a-checkpoint`` and what :func:`trainer.importer.read_checkpoint` raises.
+        IntegrityError: ``checkpoint-damaged``.
     """
     if (path / CONFIG_FILE).exists():
         drafter, _ = import_checkpoint(path, head)
@@ -82,6 +84,7 @@ def evaluate(
         head = Head(target, where, dtype)
         for path in checkpoints:
             drafter, facts = open_drafter(path, target)
+            _check_target(path, drafter.config, store)
             missing = set(drafter.config.taps) - set(store.taps)
             if missing:
                 raise ConfigError("taps-invalid", f"{path} reads taps {sorted(missing)}, which {store_path} has not")
@@ -98,6 +101,12 @@ def evaluate(
                     backend="flex" if where.type == "cuda" else "sdpa",
                     trees=SIZES,
                 )
+            if not any(len(score.anchors_N) for score in scores):
+                raise InputError(
+                    "sample-unknown",
+                    f"{store_path}: none of the {len(scores)} samples has two supervised tokens in a row to score",
+                    hint="name a larger --held-out or --samples",
+                )
             found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
             rows.append({"checkpoint": str(path), "resolved": facts["path"], "store": str(store_path), **found})
     return {"held_out": held_out, "precision": precision, "rows": rows}
@@ -106,26 +115,30 @@ def evaluate(
 def print_evaluation(found: dict[str, Any]) -> None:
     """Print what :func:`evaluate` returned as tables."""
     several = len({row["store"] for row in found["rows"]}) > 1
-    cells = []
+    cells, names = [], []
     for row in found["rows"]:
         low, high = row["tau_interval"]
         name = f"{row['checkpoint']} on {row['store']}" if several else row["checkpoint"]
         trees = [f"{row['ddtree'][str(n)]:.3f}" for n in SIZES]
         full = "" if row["full_block"] is None else f"{row['full_block']:.1%}"
         figures = [f"{row['tau']:.3f}", f"{low:.2f} .. {high:.2f}", f"{row['tau_all']:.3f}", f"{row['streak']:.3f}"]
+        names.append(name)
         cells.append([name, *figures, full, *trees])
     title = (
         f"{found['rows'][0]['samples']} held-out samples, {found['rows'][0]['anchors']:,} anchors, {found['precision']}"
     )
     columns = ["drafter", "tau", "95 %", "tau_all", "streak", "full block", *(f"DDTree-{n}" for n in SIZES)]
     table(title, columns, cells, right=range(1, len(columns)))
-    slots = len(found["rows"][0]["acc"])
-    acc = [[row["checkpoint"], *("" if a is None else f"{a:.3f}" for a in row["acc"])] for row in found["rows"]]
+    slots = max(len(row["acc"]) for row in found["rows"])
+    acc = [[name, *map(_or_nothing, row["acc"])] for name, row in zip(names, found["rows"], strict=True)]
     table("accuracy by slot", ["drafter", *map(str, range(1, slots + 1))], acc, right=range(1, slots + 1))
     for kind in ("by_tag", "by_position"):
         keys = list(dict.fromkeys(key for row in found["rows"] for key in row[kind]))
         if len(keys) > 1:
-            body = [[row["checkpoint"], *(_or_nothing(row[kind].get(key)) for key in keys)] for row in found["rows"]]
+            body = [
+                [name, *(_or_nothing(row[kind].get(key)) for key in keys)]
+                for name, row in zip(names, found["rows"], strict=True)
+            ]
             title = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}[kind]
             table(title, ["drafter", *keys], body, right=range(1, len(keys) + 1))
 
@@ -156,6 +169,18 @@ def plot_evaluation(found: dict[str, Any], out: Path) -> None:
     steps.set(title="tokens a step of the serving walk", xlabel="tokens", ylabel="share of steps")
     trees.set(title="tau by nodes of the draft tree", xlabel="nodes", ylabel="tokens a step")
     figure.savefig(out, dpi=110)
+
+
+def _check_target(path: Path, config: DrafterConfig, store: Store) -> None:
+    shape = store.manifest["target"]["shape"]
+    pairs = (
+        ("hidden_size", config.hidden_size),
+        ("vocab_size", config.vocab_size),
+        ("num_layers", config.num_target_layers),
+    )
+    for key, ours in pairs:
+        if ours != shape[key]:
+            raise other_target(path, f"its target's {key} is {ours}, that of {store.path} is {shape[key]}")
 
 
 def _held_out_of(facts: dict[str, Any]) -> float:
