@@ -1,4 +1,4 @@
-"""``hstrain eval``: figures over checkpoints and stores are those of a direct computation, and wrong pairs are named."""
+"""``hstrain eval``: figures of checkpoints and stores are those of a direct computation; wrong pairs are named."""
 
 from __future__ import annotations
 
