@@ -210,10 +210,9 @@ def print_speculation(found: dict[str, Any]) -> None:
             )
         )
     if lossless["compared"]:
-        other = ", ".join(f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind])
-        pairs.append(
-            ("lossless", f"{lossless['equal']} of {lossless['compared']} as without a drafter; {other or 'no other'}")
-        )
+        other = [f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind]]
+        apart = f"; parted: {', '.join(other)}" if other else ""
+        pairs.append(("lossless", f"{lossless['equal']} of {lossless['compared']} texts as without a drafter{apart}"))
     facts(f"{found['target']}: {found['dtype']} on {found['device']}, {shape}", pairs)
     for entry in found["prompts"]:
         if entry.get("difference"):
