@@ -245,9 +245,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, one_target():
         loops = [Loop(Path(folder) / str(rows), rows, args.seed) for rows in (_ROWS_AT_POINTS, args.rows)]
         every = range(1, len(loops[0].points) + 1)
+        # with too little time, of each a part
+        at_random = list(loops[1].random_kills(args.kills, started + 45 * args.minutes))
+        say(f"kills at random moments done after {time.monotonic() - started:.0f} s")
         at_points = list(loops[0].kills_at_points(every, until))
-        say(f"{len(at_points)} of {len(every)} file operations done after {time.monotonic() - started:.0f} s")
-        at_random = list(loops[1].random_kills(args.kills, until))
         result = {
             "shards": [loop.shards for loop in loops],
             "points_named": len(every),
