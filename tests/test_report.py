@@ -1,4 +1,4 @@
-"""``hstrain eval``: figures over checkpoints and stores are those of a direct computation, and wrong pairs are named."""
+"""``hstrain eval``: its figures are those of a direct computation, and what does not fit is named."""
 
 from __future__ import annotations
 
