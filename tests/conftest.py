@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from hscache.manifest import BuildManifest, parse_manifest
+from tests.hybrid import Hybrid, make_hybrid
 
 # wall time on a shared machine says nothing; the same examples in every run, so that a red test stays red
 settings.register_profile("hscache", deadline=None, derandomize=True, max_examples=60)
@@ -33,6 +34,12 @@ def smollm2() -> Path:
     if not (SMOLLM2 / "config.json").exists():
         pytest.fail("the test target is missing; run: make assets")
     return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    """The tiny hybrid's store of its own greedy completions, and a drafter that learnt something of it."""
+    return make_hybrid(tmp_path_factory.mktemp("hybrid"), TINY_HYBRID)
 
 
 @pytest.fixture(scope="session")

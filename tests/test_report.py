@@ -1,4 +1,4 @@
-"""``hstrain eval``: figures of checkpoints and stores are those of a direct computation; wrong pairs are named."""
+"""``hstrain eval``: its figures are those of a direct computation, and what does not fit is named."""
 
 from __future__ import annotations
 

@@ -34,13 +34,15 @@ def main() -> None:
     parser.add_argument("store", type=Path)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--held-out", type=float, default=0.1)
+    parser.add_argument("--held-out", type=float, default=0.1, help="share held out; 1 compares every sample")
     parser.add_argument("--samples", type=int, default=None)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     found = compare(args)
+    if not found:
+        sys.exit(f"{args.store}: no sample held out has one turn of two tokens or more; name another --held-out")
     lists = sum(entry["same"] for entry in found)
     cached, live = (
         sum(map(sum, (e[side] for e in found))) / sum(len(e[side]) for e in found) for side in ("cache", "live")
@@ -66,7 +68,8 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     with open_target(args.target, drafter.config.taps, dtype=args.dtype, device="cpu") as (live, _):
         draft = Draft(drafter, target, live.device)
-        for i in split(store, args.held_out)[1][: args.samples]:
+        held = split(store, args.held_out)[1] if args.held_out < 1 else list(range(len(store)))
+        for i in held[: args.samples]:
             sample = store.sample(i, taps=drafter.config.taps)
             ids, first = sample.input_ids.tolist(), int(sample.loss_mask.argmax())
             score = score_sample(drafter, head, sample)

@@ -27,8 +27,8 @@ from trainer.checkpoint import store_facts
 from trainer.report import open_drafter
 
 _STATES_APART, _NORM_APART = 1e-3, 0.02
-"""Mean of 1 - cos over a tap's tokens, and how far the tap's norm may be off, as ``hscache verify --recompute`` takes
-them; bf16 runs of one target differ by some 1e-5."""
+"""Mean of 1 - cos over a tap's tokens, and how far its norm may be off, as ``hscache verify --recompute`` has them;
+bf16 runs of one target differ by some 1e-5."""
 
 EFFECTS: dict[str, str] = {
     "taps": "other layers feed the drafter: 3-5 % lower acceptance when off by one, nothing when far off",

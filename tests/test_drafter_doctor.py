@@ -1,0 +1,279 @@
+"""``hstrain doctor``: facts that cost acceptance are findings, facts that do not are remarks, and sound pairs are same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hscache.convert import Change, convert
+from hscache.errors import HscacheError
+from hscache.store.head import load_head
+from tests.commands import Answer, runner
+from tests.conftest import TINY_HYBRID
+from tests.hybrid import Hybrid
+from tests.stores import HIDDEN, VOCAB, Little
+from tests.trainers import MASK, train_manifest, training_store
+from trainer import cli, live_target
+from trainer.checkpoint import load_drafter
+from trainer.doctor import EFFECTS, Fact, diagnose
+from trainer.export import export_zlab
+from trainer.fit import fit
+
+SHAPE = {"num_layers": 4, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+SAYS: dict[str, Any] = {
+    "weights": {"model.safetensors": "aa"},
+    "tokenizer": {"tokenizer.json": "bb", "chat_template.jinja": "cc"},
+    "shape": SHAPE,
+}
+OFFLINE = sorted(EFFECTS.keys() - {"live states"})
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def hstrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    """Return a function that runs ``hstrain ARGUMENTS`` in this process."""
+    return runner("hstrain", cli.main, capsys, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("doctor")
+
+
+@pytest.fixture(scope="module")
+def little(folder: Path) -> Little:
+    return training_store(folder / "store", says=SAYS)
+
+
+@pytest.fixture(scope="module")
+def run(little: Little, folder: Path) -> Path:
+    manifest = train_manifest(drafter={"taps": [0, 2]}, data={"validation": 0.0}, optim={"max_steps": 1})
+    fit(manifest, little.path, folder / "run", device="cpu")
+    return folder / "run"
+
+
+def differing(facts: list[Fact]) -> list[str]:
+    return [fact.name for fact in facts if not fact.same]
+
+
+def by_name(facts: list[Fact], name: str) -> Fact:
+    (fact,) = [fact for fact in facts if fact.name == name]
+    return fact
+
+
+def test_the_store_that_it_was_trained_on(hstrain: Any, run: Path, little: Little) -> None:
+    answer = hstrain("doctor", run, "--store", little.path)
+    assert answer.status == 0
+    assert answer.out.count("same") >= len(OFFLINE)
+    assert "DIFFERS" not in answer.out
+    assert not any(effect in answer.out for effect in EFFECTS.values())
+    assert "aa" not in answer.out  # digests that agree say nothing to people
+    facts = hstrain("doctor", run, "--store", little.path, "--json").json
+    assert sorted(fact["name"] for fact in facts) == OFFLINE
+    assert all(fact["same"] and fact["effect"] == EFFECTS[fact["name"]] for fact in facts)
+
+
+def test_a_store_of_the_same_corpus_with_more_samples_is_no_difference(run: Path, tmp_path: Path) -> None:
+    other = training_store(tmp_path / "more", (20, 31, 18, 44, 26, 37, 15, 29), says=SAYS)
+    assert differing(diagnose(run, other.path)) == []
+
+
+FINDINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "weights": ("target weights", {"weights": {"model.safetensors": "ab"}}, {}),
+    "a file of weights more": ("target weights", {"weights": {"model.safetensors": "aa", "more": "aa"}}, {}),
+    "chat template": ("tokenizer", {"tokenizer": {"tokenizer.json": "bb", "chat_template.jinja": "cd"}}, {}),
+    "norm kind": ("norm kind", {"norm_kind": "1+w"}, {}),
+    "taps": ("taps", {}, {"states": {"taps": [0, 3]}}),
+    "layers": ("target shape", {}, {"target": {"shape": {**SHAPE, "num_layers": 5}}}),
+}
+
+
+@pytest.mark.parametrize("how", FINDINGS)
+def test_another_target_is_a_finding_with_its_known_effect(hstrain: Any, run: Path, tmp_path: Path, how: str) -> None:
+    name, says, sections = FINDINGS[how]
+    other = training_store(tmp_path / "other", says={**SAYS, **says}, **sections)
+    answer = hstrain("doctor", run, "--store", other.path)
+    assert answer.status == 1
+    (line,) = [line for line in answer.out.splitlines() if "DIFFERS" in line]
+    assert line.strip().startswith(name)
+    assert f"{name}: {EFFECTS[name]}" in answer.out.splitlines()
+    told = hstrain("doctor", run, "--store", other.path, "--json")
+    assert told.status == 1
+    (fact,) = [fact for fact in told.json if not fact["same"]]
+    assert (fact["name"], fact["grave"], fact["effect"]) == (name, True, EFFECTS[name])
+    assert fact["trained"] != fact["store"]
+
+
+REMARKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "kernel path": ("kernel path", {"path": "fla"}, {}),
+    "codec": ("codec", {}, {"store": {"codec": "int8", "chunk_tokens": 4, "shard_bytes": 6000}}),
+    "precision": ("target precision", {}, {"target": {"dtype": "float32", "shape": SHAPE}}),
+}
+
+
+@pytest.mark.parametrize("how", REMARKS)
+def test_what_is_usually_noise_is_a_remark(hstrain: Any, run: Path, tmp_path: Path, how: str) -> None:
+    name, says, sections = REMARKS[how]
+    other = training_store(tmp_path / "other", says={**SAYS, **says}, **sections)
+    answer = hstrain("doctor", run, "--store", other.path)
+    assert answer.status == 0
+    (line,) = [line for line in answer.out.splitlines() if "DIFFERS" in line]
+    assert line.strip().startswith(name)
+    assert f"{name}: {EFFECTS[name]}" in answer.out.splitlines()
+    (fact,) = [fact for fact in diagnose(run, other.path) if not fact.same]
+    assert (fact.name, fact.grave) == (name, False)
+
+
+def test_a_mask_token_that_stands_in_a_text_is_a_finding(hstrain: Any, run: Path, tmp_path: Path) -> None:
+    def plant(row: Any, arrays: Any) -> None:
+        if row.sample_id == "t7":
+            arrays["input_ids"] = np.where(np.arange(len(arrays["input_ids"])) == 5, MASK, arrays["input_ids"])
+
+    other = training_store(tmp_path / "other", edit=plant, says=SAYS)
+    facts = diagnose(run, other.path)
+    assert differing(facts) == ["mask token"]
+    assert by_name(facts, "mask token").store == "in sample 't7'"
+    assert hstrain("doctor", run, "--store", other.path).status == 1
+
+
+def test_a_released_folder_says_less_and_is_compared_where_it_does(run: Path, little: Little, tmp_path: Path) -> None:
+    drafter, _ = load_drafter(run)
+    export_zlab(drafter, load_head(little.path / "target"), tmp_path / "zlab", provenance={"target": "little"})
+    facts = diagnose(tmp_path / "zlab", little.path)
+    assert differing(facts) == []
+    assert by_name(facts, "target weights").trained is None
+    assert by_name(facts, "taps").trained == [0, 2]
+
+
+def test_a_path_without_a_drafter(hstrain: Any, little: Little, tmp_path: Path) -> None:
+    answer = hstrain("doctor", tmp_path, "--store", little.path)
+    assert (answer.status, answer.out, answer.code) == (2, "", "not-a-checkpoint")
+
+
+# with the live target
+
+
+def live(hybrid: Hybrid, target: Path = TINY_HYBRID, store: Path | None = None) -> list[Fact]:
+    return diagnose(hybrid.run, store or hybrid.store, target=str(target), dtype="float32", device="cpu")
+
+
+def test_the_live_target_computes_the_stored_states(hstrain: Any, hybrid: Hybrid) -> None:
+    at = ("--store", hybrid.store, "--target", TINY_HYBRID, "--dtype", "float32", "--device", "cpu", "--json")
+    answer = hstrain("doctor", hybrid.run, *at)
+    assert answer.status == 0
+    facts = {fact["name"]: fact for fact in answer.json}
+    assert facts.keys() == EFFECTS.keys()
+    assert all(fact["same"] for fact in facts.values())
+    for name in ("target shape", "target weights", "tokenizer", "norm kind", "kernel path", "target precision"):
+        assert facts[name]["trained"] == facts[name]["store"] == facts[name]["live"] is not None, name
+    assert facts["live states"]["live"].startswith("1-cos")
+
+
+def test_a_copy_of_the_target_elsewhere_is_the_same(hybrid: Hybrid, tmp_path: Path) -> None:
+    shutil.copytree(TINY_HYBRID, tmp_path / "copy")
+    assert differing(live(hybrid, tmp_path / "copy")) == []
+
+
+def test_bf16_is_a_remark(hybrid: Hybrid) -> None:
+    facts = diagnose(hybrid.run, hybrid.store, target=str(TINY_HYBRID), dtype="bfloat16", device="cpu")
+    assert differing(facts) == ["target precision"]
+
+
+def swapped(states: torch.Tensor) -> torch.Tensor:
+    return states[..., [1, 0, *range(2, states.shape[-2])], :]
+
+
+PLANTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "taps in another order": swapped,
+    "one tap scaled": lambda states: states * torch.tensor([1, 1, 1.05, 1, 1])[:, None],
+    "one row late": lambda states: states.roll(1, dims=-3),
+    "not a number": lambda states: states * torch.nan,
+}
+
+
+@pytest.mark.parametrize("how", PLANTED)
+def test_other_live_states_are_a_finding(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    forward = live_target.LiveTarget._forward
+
+    def planted(self: Any, ids: torch.Tensor, parents: Any = None) -> Any:
+        final, states = forward(self, ids, parents)
+        return final, PLANTED[how](states)
+
+    monkeypatch.setattr(live_target.LiveTarget, "_forward", planted)
+    facts = live(hybrid)
+    assert differing(facts) == ["live states"]
+    assert by_name(facts, "live states").grave
+
+
+def test_taps_off_by_one_are_a_finding(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = live_target.open_target
+    monkeypatch.setattr(
+        live_target, "open_target", lambda path, taps, **how: original(path, [tap - 1 for tap in taps], **how)
+    )
+    assert differing(live(hybrid)) == ["live states"]
+
+
+def test_another_model_of_the_same_shape(hstrain: Any, hybrid: Hybrid, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(TINY_HYBRID, other)
+    weights = load_file(other / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.1.mlp.down_proj.weight"))
+    weights[name] = weights[name] * 1.5
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert differing(live(hybrid, other)) == ["target weights", "live states"]
+    at = ("--store", hybrid.store, "--target", other, "--dtype", "float32", "--device", "cpu")
+    answer = hstrain("doctor", hybrid.run, *at)
+    assert answer.status == 1
+    for name in ("target weights", "live states"):
+        assert f"{name}: {EFFECTS[name]}" in answer.out
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_what_a_lossy_codec_promises_is_no_finding(hybrid: Hybrid, tmp_path: Path, codec: Any) -> None:
+    convert(hybrid.store, tmp_path / codec, Change(codec=codec))
+    facts = live(hybrid, store=tmp_path / codec)
+    assert differing(facts) == ["codec"]
+
+
+def test_a_store_without_the_taps_is_a_finding_with_a_live_target_too(hybrid: Hybrid, tmp_path: Path) -> None:
+    convert(hybrid.store, tmp_path / "fewer", Change(taps=(1, 2)))
+    assert differing(live(hybrid, store=tmp_path / "fewer")) == ["taps", "live states"]
+
+
+def test_a_live_target_of_another_shape_is_a_finding(hybrid: Hybrid, tmp_path: Path) -> None:
+    import tiny_targets
+
+    other = tiny_targets.save("qwen3", tmp_path / "qwen3", num_hidden_layers=8, head_dim=16)
+    facts = live(hybrid, other)
+    found = differing(facts)
+    assert {"target shape", "target weights", "live states"} <= set(found)
+    assert by_name(facts, "live states").live == "not comparable"
+
+
+def test_a_live_target_without_the_taps_is_refused(hybrid: Hybrid, tmp_path: Path) -> None:
+    import tiny_targets
+
+    other = tiny_targets.save("qwen3", tmp_path / "qwen3")
+    with pytest.raises(HscacheError) as caught:
+        live(hybrid, other)
+    assert caught.value.code == "taps-invalid"
+
+
+def test_json_of_a_diagnosis_is_plain(hybrid: Hybrid) -> None:
+    from trainer.doctor import to_json
+
+    facts = to_json(live(hybrid))
+    assert json.loads(json.dumps(facts)) == facts
