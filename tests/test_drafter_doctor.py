@@ -1,4 +1,4 @@
-"""``hstrain doctor``: facts that cost acceptance are findings, facts that do not are remarks, and sound pairs are same."""
+"""``hstrain doctor``: facts that cost acceptance are findings, facts that do not are remarks, sound pairs are same."""
 
 from __future__ import annotations
 
