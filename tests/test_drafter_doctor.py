@@ -1,4 +1,4 @@
-"""``hstrain doctor``: facts that cost acceptance are findings, facts that do not are remarks, sound pairs are same."""
+"""``hstrain doctor``: what costs acceptance is a finding, what does not is a remark, and what fits is the same."""
 
 from __future__ import annotations
 
