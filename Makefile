@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install assets demo demo-smollm2 test lint types check crash fla oracle clean
+.PHONY: help install assets demo demo-smollm2 test lint types check crash mutate fla oracle clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -38,8 +38,12 @@ types: $(STAMP)  ## mypy --strict on both packages
 
 check: lint types test fla oracle  ## everything that CI runs
 
-crash: assets  ## kill -9 at 20 random moments; minutes
+crash: assets  ## kill -9 at many moments and every file operation; about half an hour
 	$(BIN)/python -m pytest -m crash
+	$(BIN)/python tools/crash_loop.py
+
+mutate: $(STAMP)  ## every byte of a small store flipped, every file cut, shards moved: all must be found; an hour
+	$(BIN)/python tools/mutate.py
 
 fla: assets  ## fla's real kernels through Triton's interpreter, and other versions of transformers; minutes
 	$(BIN)/python tools/fla_env.py
