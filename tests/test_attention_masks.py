@@ -100,7 +100,7 @@ def test_however_documents_lie_and_groups_are_cut(
     documents: Documents, size: int, window: int | None, cut: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(masks, "_GROUP_QUERIES", cut)
+        patch.setattr(masks, "GROUP_QUERIES", cut)
         compare(documents, size, window)
 
 
@@ -147,7 +147,7 @@ def test_masks_of_a_group_cover_its_own_sample_and_blocks_alone() -> None:
 def test_a_long_sample_is_cut_into_groups_that_pay_for_what_they_see() -> None:
     many: Documents = [(4000, list(range(10, 4000, 10)))]
     blocks = blocks_of(many, 16)
-    assert all((some.stop - some.start) * 16 <= masks._GROUP_QUERIES for some, _ in blocks.groups)
+    assert all((some.stop - some.start) * 16 <= masks.GROUP_QUERIES for some, _ in blocks.groups)
     assert sum(some.stop - some.start for some, _ in blocks.groups) == len(blocks)
     assert [rows.stop for _, rows in blocks.groups] == [int(blocks.hi[some].max()) for some, _ in blocks.groups]
 

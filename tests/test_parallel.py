@@ -97,7 +97,7 @@ def test_a_mean_of_means_would_be_noticed(little: Little, monkeypatch: pytest.Mo
 def test_groups_of_queries_change_nothing(little: Little, monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
     one = manifest(data={"pack_tokens": 200})
     before = first_step(one, little.path, ALONE)
-    monkeypatch.setattr(masks, "_GROUP_QUERIES", queries)
+    monkeypatch.setattr(masks, "GROUP_QUERIES", queries)
     same_step(first_step(one, little.path, ALONE), before)
 
 

@@ -16,6 +16,7 @@ from trainer.data import Pack
 from trainer.drafter import DrafterConfig, count_parameters
 from trainer.losses import chunk_rows
 from trainer.manifest import TrainManifest
+from trainer.masks import GROUP_QUERIES
 from trainer.parallel import World
 from trainer.progress import peak_memory_bytes
 from trainer.step import Trainer
@@ -24,40 +25,71 @@ _PROBE_STEPS = 3
 
 
 def memory_bytes(
-    config: DrafterConfig, manifest: TrainManifest, *, T: int, N: int, world: int = 1, head_bytes: int | None = None
+    config: DrafterConfig,
+    manifest: TrainManifest,
+    *,
+    T: int,
+    N: int,
+    keys: int | None = None,
+    world: int = 1,
+    device: str = "cpu",
+    head_bytes: int | None = None,
 ) -> dict[str, int]:
-    """Return the terms of a training process's memory, without interpreter and libraries.
+    """Return the terms of a training process's memory at its peak, without interpreter and libraries.
+
+    What lives at the peak is counted; allocators hold about a tenth more.
 
     Args:
         config: The drafter's shape.
-        manifest: Optimizer and precision decide.
+        manifest: Optimizer, precision and packs a step decide.
         T: Context rows of a pack.
         N: Blocks of a pack.
+        keys: On a CPU, context rows and slots that groups of blocks see, added up; None for anchors that are spread
+            evenly over one sample.
         world: Ranks, over which FSDP cuts the weights.
+        device: ``cpu`` or ``cuda``: how attention, norms and the head work.
         head_bytes: Of embedding and head as they are held; None for a tied bf16 head.
     """
-    parameters, _ = count_parameters(config)
-    P = parameters // world if manifest.run.parallel == "fsdp" else parameters
-    H, Q, L = config.hidden_size, N * config.block_size, len(config.taps)
-    AD, KD, F = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    total, _ = count_parameters(config)
+    fsdp = world > 1 and manifest.run.parallel == "fsdp"
+    P = total // world if fsdp else total
+    H, B, L, F = config.hidden_size, config.block_size, len(config.taps), config.intermediate_size
+    A, AD, KD = config.num_heads, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    Q, cpu = N * B, device == "cpu"
     e = 2 if manifest.run.precision == "bf16" else 4
-    moments = 1 if manifest.optim.name == "muon" else 2
-    # of a layer, kept for its backward pass: norms' inputs, queries, keys and values before and behind norm and
-    # rotation, the attention's output, the feed-forward's four inner tensors
-    layer = Q * (4 * 4 * H + e * (2 * H + 3 * AD + 3 * KD + 4 * F) + 4 * 2 * AD) + T * KD * (3 * e + 8)
-    kept = 4 * Q * H * config.num_layers + layer if manifest.run.gradient_checkpointing else layer * config.num_layers
-    pack = T * L * H * 2
+    blocks_a_group = max(1, GROUP_QUERIES // B)
+    if keys is None:
+        keys = T * (-(-N // blocks_a_group) + 1) // 2 + Q
+    # kept for a layer's backward pass. Norms: their input, and on a CPU what they made of it, before the weight
+    norms = 4 * (2 if cpu else 1) * (2 * Q * H + Q * AD + Q * KD + T * KD)
+    # inputs of the matrix products, and what the feed-forward layer's product and SiLU need
+    products = e * (2 * Q * H + Q * AD + 4 * Q * F)
+    # queries and output; keys and values, on a CPU repeated for every query head and group, with the group's mask
+    seen = 2 * keys * AD + keys * min(Q, blocks_a_group * B) if cpu else 2 * (T + Q) * KD
+    layer = norms + products + e * (2 * Q * AD + seen) + 4 * Q * A
+    logits = chunk_rows(config.vocab_size, B - 1, device) * config.vocab_size * 4 * 4
+    ends = (8 if cpu else 4) * (T + Q) * H + 2 * 4 * Q * H + e * T * H + (0 if e == 2 else 4 * T * L * H)
+    if manifest.run.gradient_checkpointing:
+        forward = 4 * Q * H * config.num_layers + max(layer, logits) + ends
+    else:
+        forward = layer * config.num_layers + logits + ends
+    casts = e * total if e == 2 and not fsdp else 0
+    # gradients grow while what was kept for them goes, so the peak is at one end or the other
+    pack, packs = T * L * H * 2, -(-manifest.data.packs_per_step // world)
+    ring = 4 * min(T, manifest.data.max_tokens) * (L + 1) * H * 2
     return {
         "weights": 4 * P,
-        "gradients": 4 * P,
-        "moments": 4 * P * moments,
-        "casts": e * P if e == 2 else 0,
+        "moments": 4 * P * (1 if manifest.optim.name == "muon" else 2),
         "head": head_bytes if head_bytes is not None else 2 * config.vocab_size * H,
-        "context": T * H * (4 * 3 + e) + (0 if e == 2 else 2 * pack),
-        "layers": kept,
-        "packs": 4 * pack,
-        "logits": chunk_rows(config.vocab_size, config.block_size - 1, "cpu") * config.vocab_size * 4 * 4,
+        "packs": 4 * packs * pack + ring,
+        "activations or gradients": max(forward + casts, 4 * P),
+        "communication": _communication(config, total, e, fsdp=fsdp) if world > 1 else 0,
     }
+
+
+def _communication(config: DrafterConfig, parameters: int, e: int, *, fsdp: bool) -> int:
+    """Return what DDP keeps in buckets, or what FSDP gathers of two layers and reduces of one."""
+    return (2 * e + 4) * parameters // (config.num_layers + 1) if fsdp else 4 * parameters
 
 
 def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = None) -> dict[str, Any]:
@@ -74,16 +106,23 @@ def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = N
     trainer.distribute()
     parameters, tensors = count_parameters(trainer.config)
     steps = [trainer.schedule.steps(epoch) for epoch in range(manifest.optim.epochs)]
-    largest, seconds = (0, 0), []
+    largest, seconds = (0, 0, 0), []
     with trainer.stream(0) as stream:
         for step, packs in zip(range(min(_PROBE_STEPS, trainer.total_steps)), stream, strict=False):
-            largest = max(largest, *(_size(pack) for pack in packs))
+            largest = max(largest, *(pack_size(pack, trainer.config.block_size) for pack in packs))
             began = time.perf_counter()
             trainer.step(step, packs)
             seconds.append(time.perf_counter() - began)
     tensors_held = {t.data_ptr(): t.nbytes for t in (trainer.head.embed_VH, trainer.head.lm_head_VH)}
     memory = memory_bytes(
-        trainer.config, manifest, T=largest[0], N=largest[1], world=world.size, head_bytes=sum(tensors_held.values())
+        trainer.config,
+        manifest,
+        T=largest[1],
+        N=largest[2],
+        keys=largest[0],
+        world=world.size,
+        device=world.device.type,
+        head_bytes=sum(tensors_held.values()),
     )
     world.leave()
     return {
@@ -103,5 +142,8 @@ def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = N
     }
 
 
-def _size(pack: Pack) -> tuple[int, int]:
-    return len(pack.positions_T), len(pack.anchors_N)
+def pack_size(pack: Pack, block_size: int) -> tuple[int, int, int]:
+    """Return the keys that groups of blocks see, added up; context rows; and blocks."""
+    groups = pack.blocks(block_size, "sdpa").groups
+    keys = sum(rows.stop - rows.start + (some.stop - some.start) * block_size for some, rows in groups)
+    return keys, len(pack.positions_T), len(pack.anchors_N)

@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 Backend = Literal["sdpa", "flex"]
-_GROUP_QUERIES = 256
+GROUP_QUERIES = 256
 """Queries that share one sdpa call: many make few calls, but each pays for the context of the last anchor."""
 
 
@@ -63,7 +63,7 @@ class Blocks:
     def groups(self) -> list[tuple[slice, slice]]:
         """Blocks and the context rows that the last of them sees, sample by sample."""
         lo, hi = self.lo.tolist(), self.hi.tolist()
-        limit, made, first = max(1, _GROUP_QUERIES // self.size), [], 0
+        limit, made, first = max(1, GROUP_QUERIES // self.size), [], 0
         for n in range(1, len(lo) + 1):
             if n == len(lo) or lo[n] != lo[first] or n - first == limit:
                 made.append((slice(first, n), slice(lo[first], max(hi[first:n]))))
