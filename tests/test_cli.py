@@ -111,7 +111,7 @@ def test_errors_exit_with_the_status_of_their_kind(
 def test_an_output_that_holds_something_else_is_a_conflict(run: Any, tmp_path: Path, corpus: Path) -> None:
     target, out = tmp_path / "target", tmp_path / "out"
     target.mkdir()
-    (target / "config.json").write_text(json.dumps({"num_hidden_layers": 30, "hidden_size": 576, "vocab_size": 49152}))
+    (target / "config.json").write_text(json.dumps({"num_hidden_layers": 8, "hidden_size": 256, "vocab_size": 2048}))
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
     settings = [f"target.path={target}", f"corpus.path={corpus}"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from hscache import __version__
 from hscache.console import Interrupted, duration, emit_json, facts, run_command, say, size
+
+if TYPE_CHECKING:
+    from hscache.store.head import TargetHead
 
 app = typer.Typer(
     name="hstrain",
@@ -190,13 +193,11 @@ def speculate(
 
     Example: hstrain speculate runs/demo/drafter --store runs/demo/store --target DIR --prompts prompts.jsonl
     """
-    from hscache.store.head import load_head
-    from hscache.store.layout import StorePaths
     from trainer.live_target import Sampling
     from trainer.report import open_drafter
     from trainer.speculate import print_speculation, speculate_prompts
 
-    head = load_head(StorePaths(store).target)
+    head = _head(store)
     drafter, _ = open_drafter(checkpoint, head)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     found = speculate_prompts(
@@ -225,12 +226,10 @@ def export(
     """
     from dataclasses import asdict
 
-    from hscache.store.head import load_head
-    from hscache.store.layout import StorePaths
     from trainer.export import export_speculators, export_zlab
     from trainer.report import open_drafter
 
-    head = load_head(StorePaths(store).target)
+    head = _head(store)
     drafter, facts = open_drafter(checkpoint, head)
     provenance = facts.get("provenance", {})
     card = {"target": provenance.get("store", {}).get("target", "unknown"), "checkpoint": facts["path"], **provenance}
@@ -263,6 +262,15 @@ def doctor(
         print_diagnosis(found)
     if any(fact.grave and not fact.same for fact in found):
         raise typer.Exit(1)
+
+
+def _head(store: Path) -> TargetHead:
+    from hscache.store.head import load_head
+    from hscache.store.index import read_manifest
+    from hscache.store.layout import StorePaths
+
+    read_manifest(store)  # a path without a store is told from a damaged one
+    return load_head(StorePaths(store).target)
 
 
 def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:

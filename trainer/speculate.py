@@ -195,12 +195,13 @@ def print_speculation(found: dict[str, Any]) -> None:
     shape = f"tree of {found['tree_size']} nodes" if found["tree_size"] else f"blocks of {found['block_size']}"
     pairs: list[tuple[str, object]] = [
         ("prompts", f"{len(found['prompts'])} ({len(found['rejected'])} rejected)"),
-        ("tau", f"{found['tau']:.3f} tokens a step, {found['steps']:,} steps"),
+        ("tau", f"{found['tau']:.3f} tokens a step, {found['steps']:,} steps" if found["steps"] else "no steps"),
         ("streaks", " ".join(f"{n}:{count}" for n, count in enumerate(found["streaks"]))),
         ("kernels", found["kernels"]),
     ]
-    if len(found["tau_by_tag"]) > 1:
-        pairs.append(("by tag", ", ".join(f"{tag} {tau:.2f}" for tag, tau in found["tau_by_tag"].items())))
+    by_tag = {tag: tau for tag, tau in found["tau_by_tag"].items() if tau is not None}
+    if len(by_tag) > 1:
+        pairs.append(("by tag", ", ".join(f"{tag} {tau:.2f}" for tag, tau in by_tag.items())))
     if found["speedup"]:
         with_drafter, without = speeds["drafted"], speeds["plain"]
         pairs.append(

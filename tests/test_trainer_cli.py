@@ -1,0 +1,270 @@
+"""``hstrain`` on the command line: what it lists, what it prints, exit statuses, and that output is never replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file
+
+import hscache
+from hscache.store.head import load_head
+from tests.commands import Answer, runner
+from tests.hybrid import NEW_TOKENS, PROMPTS, TAPS, Hybrid
+from trainer import cli
+from trainer.checkpoint import load_drafter
+from trainer.evaluate import score_store
+from trainer.importer import read_checkpoint
+from trainer.losses import Head
+
+COMMANDS = {"inspect", "config", "fit", "plot", "eval", "speculate", "export", "doctor"}
+
+
+@pytest.fixture(autouse=True)
+def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def hstrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    """Return a function that runs ``hstrain ARGUMENTS`` in this process."""
+    return runner("hstrain", cli.main, capsys, monkeypatch)
+
+
+def help_of(name: str) -> str:
+    command = typer.main.get_command(cli.app)
+    return str(command.commands[name].help)  # type: ignore[attr-defined]
+
+
+def test_help_lists_every_command(hstrain: Any) -> None:
+    answer = hstrain("--help")
+    assert (answer.status, answer.err) == (0, "")
+    listed = answer.out.partition("Commands:")[2]
+    assert {line.split()[0] for line in listed.splitlines() if line[:2] == "  " and line[2:3].isalpha()} == COMMANDS
+    assert hstrain("--version").out == f"hstrain {hscache.__version__}\n"
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_has_an_example_of_itself(hstrain: Any, name: str) -> None:
+    example = help_of(name).partition("Example: ")[2]
+    assert example.startswith(f"hstrain {name} ")
+    options = set(hstrain(name, "--help").out.split())
+    assert {word for word in example.split() if word.startswith("--")} <= options
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = "import sys; from trainer.cli import app; app(['--help'], standalone_mode=False); "
+    script += "print([m for m in ('torch', 'transformers', 'zarr', 'datasets', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-such-command"],
+        ["speculate"],
+        ["speculate", "run", "--store", "s", "--target", "t", "--prompts", "p", "--temperature", "-1"],
+        ["export", "run", "--store", "s", "--out", "o", "--format", "gguf"],
+        ["export", "run", "--store", "s"],
+        ["doctor", "run"],
+        ["plot", "run", "-o", "curves.txt"],
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_so_on_stderr(hstrain: Any, arguments: list[str]) -> None:
+    answer = hstrain(*arguments)
+    assert (answer.status, answer.out) == (2, "")
+    assert "Error" in answer.err
+
+
+# speculate
+
+
+@pytest.fixture
+def at(hybrid: Hybrid) -> list[object]:
+    """Arguments that every call needs."""
+    return [
+        hybrid.run, "--store", hybrid.store, "--target", hybrid.target, "--prompts", hybrid.prompts,
+        "--dtype", "float32", "--device", "cpu", "--max-new-tokens", NEW_TOKENS,
+    ]  # fmt: skip
+
+
+def test_speculate_as_json_makes_the_steps_of_the_cache(hstrain: Any, hybrid: Hybrid, at: list[object]) -> None:
+    answer = hstrain("speculate", *at, "--json")
+    assert answer.status == 0
+    report = answer.json
+    store = hscache.open(hybrid.store)
+    assert report["lossless"] == {"compared": 6, "equal": 6, "tie": 0, "noise": 0, "unexplained": 0}
+    drafter, _ = load_drafter(hybrid.run)
+    head = Head(load_head(hybrid.store / "target"), "cpu", torch.float32)
+    walks = {s.sample_id: s.walk(s.streak) for s in score_store(drafter, head, store, range(len(store)))}
+    assert {entry["id"]: entry["accepted"] for entry in report["prompts"]} == walks
+    for entry in report["prompts"]:
+        sample = store.sample(store.index_of(entry["id"]))
+        assert entry["ids"] == sample.input_ids[entry["prompt_tokens"] :].tolist()
+    steps = [length for walk in walks.values() for length in walk]
+    assert report["tau"] == sum(steps) / len(steps) > 1.3
+    assert report["tau_by_tag"].keys() == {"def", "import", "class"}
+    assert (report["sampling"]["max_new_tokens"], report["dtype"], report["tree_size"]) == (NEW_TOKENS, "float32", None)
+
+
+def test_speculate_as_text(hstrain: Any, at: list[object]) -> None:
+    answer = hstrain("speculate", *at, "--limit", 2, "--max-new-tokens", 12)
+    assert answer.status == 0
+    lines = {line.split()[0]: line for line in answer.out.splitlines()[1:]}
+    assert lines.keys() == {"prompts", "tau", "streaks", "kernels", "by", "speed", "lossless"}
+    assert "float32 on cpu, blocks of 6" in answer.out.splitlines()[0]
+    assert lines["prompts"].split() == ["prompts", "2", "(0", "rejected)"]
+    assert "2 of 2 as without a drafter; no other" in lines["lossless"]
+    assert "tokens/s" in lines["speed"]
+    assert "speculate: 2/2 prompts (100%)" in answer.err
+
+
+def test_speculate_with_a_tree_by_chance(hstrain: Any, at: list[object]) -> None:
+    chance = ("--limit", 1, "--max-new-tokens", 8, "--tree", 4, "--temperature", 0.8, "--top-p", 0.9)
+    texts = []
+    for seed in (1, 1, 2):
+        report = hstrain("speculate", *at, *chance, "--seed", seed, "--json").json
+        assert (report["tree_size"], report["sampling"]["top_p"], report["lossless"]["compared"]) == (4, 0.9, 0)
+        texts.append(report["prompts"][0]["ids"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_speculate_raw_leaves_the_template_out(hstrain: Any, at: list[object]) -> None:
+    short = ("--limit", 1, "--max-new-tokens", 2, "--json")
+    chat, raw = (hstrain("speculate", *at, *short, *how).json["prompts"][0] for how in ((), ("--raw",)))
+    assert raw["prompt_tokens"] < chat["prompt_tokens"]
+
+
+def test_speculate_of_one_token_has_no_tau_and_says_so(hstrain: Any, at: list[object]) -> None:
+    answer = hstrain("speculate", *at, "--limit", 2, "--max-new-tokens", 1)
+    assert answer.status == 0
+    assert "no steps" in answer.out
+
+
+def test_text_that_is_not_the_targets_is_a_finding(
+    hstrain: Any, at: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer import decode
+
+    original = decode._chain_step
+
+    def wrong(*args: Any) -> Any:
+        tokens, rows = original(*args)
+        return [(token + 1) % 2048 for token in tokens], rows
+
+    monkeypatch.setattr(decode, "_chain_step", wrong)
+    answer = hstrain("speculate", *at, "--limit", 1, "--max-new-tokens", 6)
+    assert answer.status == 1
+    assert "0 of 1 as without a drafter; 1 unexplained" in answer.out
+    assert "add: {'position': 1, 'kind': 'unexplained'" in answer.err
+
+
+def test_speculate_refuses_what_does_not_fit(hstrain: Any, hybrid: Hybrid, at: list[object], tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text('{"text": "x"}\n')
+    answer = hstrain("speculate", *at, "--prompts", tmp_path / "gone.jsonl")
+    assert (answer.status, answer.out, answer.code) == (2, "", "corpus-missing")
+    other: list[object] = [tmp_path / "none.jsonl" if word == hybrid.prompts else word for word in at]
+    answer = hstrain("speculate", *other)
+    assert (answer.status, answer.out, answer.code) == (2, "", "corpus-empty")
+    answer = hstrain("speculate", tmp_path, *at[1:])
+    assert (answer.status, answer.out, answer.code) == (2, "", "not-a-checkpoint")
+    gone: list[object] = [tmp_path / "no-target" if word == hybrid.target else word for word in at]
+    answer = hstrain("speculate", *gone)
+    assert (answer.status, answer.out, answer.code) == (3, "", "target-missing")
+    (tmp_path / "no-store").mkdir()
+    nowhere: list[object] = [tmp_path / "no-store" if word == hybrid.store else word for word in at]
+    answer = hstrain("speculate", *nowhere)
+    assert (answer.status, answer.out, answer.code) == (2, "", "not-a-store")
+
+
+def test_speculate_with_another_target_is_a_conflict(hstrain: Any, hybrid: Hybrid, at: list[object], tmp_path: Path):
+    import tiny_targets
+
+    other = tiny_targets.save("qwen3", tmp_path / "qwen3", num_hidden_layers=8, head_dim=16)
+    words: list[object] = [other if word == hybrid.target else word for word in at]
+    answer = hstrain("speculate", *words)
+    assert (answer.status, answer.out, answer.code) == (4, "", "target-other")
+
+
+# export
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_export_writes_what_was_trained(hstrain: Any, hybrid: Hybrid, tmp_path: Path, layout: str) -> None:
+    out = tmp_path / layout
+    answer = hstrain("export", hybrid.run, "--store", hybrid.store, "--out", out, "--format", layout, "--json")
+    assert answer.status == 0
+    drafter, _ = load_drafter(hybrid.run)
+    assert answer.json == {
+        "path": str(out),
+        "layout": layout,
+        "dtype": "bfloat16",
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "size_bytes": sum(file.stat().st_size for file in out.iterdir()),
+    }
+    assert f"{out}: {layout} layout" in answer.err
+    config = json.loads((out / "config.json").read_text())
+    if layout == "zlab":
+        assert config["dflash_config"]["target_layer_ids"] == TAPS
+    else:
+        assert config["aux_hidden_state_layer_ids"] == [tap + 1 for tap in TAPS]
+        assert config["speculators_config"]["verifier"]["name_or_path"] == str(hybrid.target)
+    again, facts = read_checkpoint(out, load_head(hybrid.store / "target"))
+    assert facts.layout == layout
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float()), name
+    provenance = json.loads((out / "provenance.json").read_text())
+    assert provenance["target"] == provenance["store"]["target"] == str(hybrid.target)
+    assert provenance["checkpoint"] == str(hybrid.run / "checkpoints/step-000008")
+    assert provenance["store"]["digest"] == hscache.open(hybrid.store).manifest["digest"]
+    assert provenance["manifest"]["optim"]["name"] == "muon"
+    assert str(hybrid.target) in (out / "README.md").read_text()
+
+
+def test_zlab_in_float32_is_what_a_later_export_reads(hstrain: Any, hybrid: Hybrid, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    at = ("--store", hybrid.store, "--dtype", "float32")
+    assert hstrain("export", hybrid.run, *at, "--out", first).status == 0
+    assert hstrain("export", first, *at, "--out", second).status == 0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert ours.keys() == theirs.keys()
+    assert all(tensor.dtype == torch.float32 and torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert json.loads((first / "config.json").read_text()) == json.loads((second / "config.json").read_text())
+
+
+def test_export_never_replaces(hstrain: Any, hybrid: Hybrid, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("mine")
+    answer = hstrain("export", hybrid.run, "--store", hybrid.store, "--out", tmp_path / "out")
+    assert (answer.status, answer.out, answer.code) == (4, "", "export-exists")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_export_refuses_what_does_not_fit(hstrain: Any, hybrid: Hybrid, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    answer = hstrain("export", tmp_path, "--store", hybrid.store, "--out", out)
+    assert (answer.status, answer.code) == (2, "not-a-checkpoint")
+    answer = hstrain("export", hybrid.run, "--store", tmp_path, "--out", out)
+    assert (answer.status, answer.code) == (2, "not-a-store")
+    damaged = tmp_path / "run"
+    shutil.copytree(hybrid.run / "checkpoints/step-000008", damaged)
+    weights = damaged / "drafter.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    answer = hstrain("export", damaged, "--store", hybrid.store, "--out", out)
+    assert (answer.status, answer.code) == (1, "checkpoint-damaged")
+    assert not out.exists()
+
+
+def test_prompts_are_the_stores(hybrid: Hybrid) -> None:
+    assert hscache.open(hybrid.store).sample_ids == list(PROMPTS)
