@@ -131,12 +131,20 @@ def test_tau_by_tag_is_that_of_the_tags_samples_and_adds_up(row: dict[str, Any],
     assert whole == pytest.approx(row["tau"])
 
 
-def test_tau_all_by_position_adds_up(row: dict[str, Any], scores: list[SampleScore]) -> None:
+def test_tau_all_by_position_adds_up(run: Path, little: Little) -> None:
+    # of samples that it learnt, too: there a draft may reach the end of a turn, beyond which nothing is yielded
+    (row,) = evaluate([run], [little.path], held_out=1, device="cpu")["rows"]
+    drafter, _ = load_drafter(run)
+    store, head = hscache.open(little.path), Head(load_head(little.path / "target"), "cpu", torch.float32)
     bins: dict[str, list[int]] = {}
-    for score in scores:
+    ends = 0
+    for i in range(len(store)):
+        score = score_sample(drafter, head, store.sample(i, taps=drafter.config.taps))
         for place, (streak, left) in enumerate(zip(score.streak.tolist(), score.left_N.tolist(), strict=True)):
             bins.setdefault("0 .. 15" if place < 16 else "16 .. 63", []).append(min(streak + 1, left))
+            ends += streak == left
     assert len(bins) == 2
+    assert ends
     assert row["by_position"] == pytest.approx({name: np.mean(yields) for name, yields in bins.items()})
     whole = sum(row["by_position"][name] * len(yields) for name, yields in bins.items()) / row["anchors"]
     assert whole == pytest.approx(row["tau_all"])
