@@ -103,11 +103,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, d
         )
         stores.make_store(path, turn_rows([300] * 6), manifest=manifest)
     small = {"drafter": {**ATTENTION, "layer_types": TWO, "intermediate_size": 16}}
-    answer = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", MEASURE, str(path), json.dumps(SHAPES), json.dumps(small)],
-        capture_output=True, text=True, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(path), json.dumps(SHAPES), json.dumps(small)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert answer.returncode == 0, answer.stderr
     lines = [json.loads(line) for line in answer.stdout.splitlines()]
     return {name: (growth, terms) for name, growth, terms in lines}
