@@ -20,6 +20,7 @@ import hscache
 from hscache.console import Interrupted
 from hscache.errors import ConflictError, InputError, IntegrityError, TrainingFault
 from hscache.store import durable
+from tests.hybrid import DRAFTER, Hybrid
 from tests.stores import Little, flip, little_manifest, make_store
 from tests.trainers import LENGTHS, SHAPE, damage, train_manifest, training_store, turn_rows, write_manifest
 from trainer import checkpoint as ckpt
@@ -27,7 +28,7 @@ from trainer import cli, step
 from trainer.checkpoint import RunPaths, load_drafter, load_state
 from trainer.drafter import Drafter
 from trainer.fit import fit
-from trainer.manifest import TrainManifest
+from trainer.manifest import TrainManifest, load_train_manifest
 from trainer.parallel import World
 from trainer.plot import read_metrics
 from trainer.step import Trainer
@@ -207,6 +208,26 @@ def test_one_sample_is_learnt_by_heart(little: Little, tmp_path: Path) -> None:
     assert len(trainer.train) == 1
     (score,) = step.score_store(drafter, trainer.head, trainer.store, trainer.train)
     assert score.streak[0] == min(3, score.left_N[0])
+
+
+def test_a_completion_of_the_trained_hybrid_is_learnt_by_heart(
+    hybrid: Hybrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_manifest(
+        tmp_path / "m.toml",
+        drafter=DRAFTER,
+        data={"max_tokens": 256, "pack_tokens": 512, "anchors": 64},
+        optim={"name": "muon", "lr": 1e-2},
+        run={"log_every": 100},
+    )
+    fitting = ("fit", toml, "--store", hybrid.store, "--out", tmp_path / "run", "--device", "cpu", "--overfit", 1)
+    assert main(monkeypatch, *fitting, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["overfit_at"] <= 300
+    drafter, _ = load_drafter(tmp_path / "run")
+    trainer = Trainer(load_train_manifest(toml), hybrid.store, World.join("cpu"), overfit=1)
+    (score,) = step.score_store(drafter, trainer.head, trainer.store, trainer.train)
+    assert score.streak[0] == DRAFTER["block_size"] - 1 <= score.left_N[0]  # the first block is accepted whole
 
 
 # what does not belong to a run

@@ -37,7 +37,7 @@ def memory_bytes(
 ) -> dict[str, int]:
     """Return the terms of a training process's memory at its peak, without interpreter and libraries.
 
-    What lives at the peak is counted; allocators hold about a tenth more.
+    What lives at the peak is counted, tensor by tensor; a small process's allocator may hold a fifth more.
 
     Args:
         config: The drafter's shape.
@@ -67,10 +67,11 @@ def memory_bytes(
     # queries and output; keys and values, on a CPU repeated for every query head and group, with the group's mask
     seen = 2 * keys * AD + keys * min(Q, blocks_a_group * B) if cpu else 2 * (T + Q) * KD
     layer = norms + products + e * (2 * Q * AD + seen) + 4 * Q * A
-    logits = chunk_rows(config.vocab_size, B - 1, device) * config.vocab_size * 4 * 4
+    logits = min(chunk_rows(config.vocab_size, B - 1, device), N * (B - 1)) * config.vocab_size * 4 * 4
     ends = (8 if cpu else 4) * (T + Q) * H + 2 * 4 * Q * H + e * T * H + (0 if e == 2 else 4 * T * L * H)
     if manifest.run.gradient_checkpointing:
-        forward = 4 * Q * H * config.num_layers + max(layer, logits) + ends
+        # the last layer to be recomputed meets the gradients of all others, and its feed-forward's own
+        forward = 4 * Q * H * config.num_layers + max(layer + 2 * e * Q * F + 4 * P, logits) + ends
     else:
         forward = layer * config.num_layers + logits + ends
     casts = e * total if e == 2 and not fsdp else 0
