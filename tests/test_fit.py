@@ -26,6 +26,7 @@ from tests.trainers import LENGTHS, SHAPE, damage, train_manifest, training_stor
 from trainer import checkpoint as ckpt
 from trainer import cli, step
 from trainer.checkpoint import RunPaths, load_drafter, load_state
+from trainer.data import PackBuilder
 from trainer.drafter import Drafter
 from trainer.fit import fit
 from trainer.manifest import TrainManifest, load_train_manifest
@@ -195,6 +196,26 @@ def test_the_start_is_calibrated(little: Little, logit_std: float) -> None:
     with torch.no_grad():
         logits = trainer.head.logits(trainer.hidden(pack, 0)[:, 1])
     assert float(logits.std(-1).mean()) == pytest.approx(logit_std, rel=0.25)
+
+
+def test_a_run_starts_calibrated(little: Little, tmp_path: Path) -> None:
+    for logit_std in (0.25, 4.0):
+        run(little, tmp_path / str(logit_std), manifest(drafter={"logit_std": logit_std}, optim={"max_steps": 1}))
+    narrow, wide = (metrics(tmp_path / str(logit_std))[1]["loss"] for logit_std in (0.25, 4.0))
+    assert narrow == pytest.approx(np.log(32), rel=0.05)
+    assert wide > 1.5 * narrow
+
+
+def test_a_step_without_slots_moves_nothing(little: Little) -> None:
+    trainer = Trainer(manifest(), little.path, World.join("cpu"))
+    trainer.distribute()
+    with trainer.stream(0) as stream:
+        trainer.step(0, next(stream))  # from now on there is momentum
+    before = [p.clone() for p in trainer.drafter.parameters()]
+    empty = PackBuilder(trainer.pack_shape).pack(3, 8)
+    record = trainer.step(1, [empty])
+    assert (record["loss"], record["blocks"], record["bad"]) == (0.0, 0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.drafter.parameters(), strict=True))
 
 
 def test_one_sample_is_learnt_by_heart(little: Little, tmp_path: Path) -> None:
@@ -376,6 +397,14 @@ def test_the_newest_checkpoints_and_the_best_one_stay(
     assert load_drafter(tmp_path / "run")[1]["step"] == 6
 
 
+def test_the_first_of_equally_good_checkpoints_is_the_best(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert [ckpt.keep_best(paths, at, tau) for at, tau in ((1, 1.5), (2, 1.5), (3, 1.4), (4, 1.6))] == [
+        True, False, False, True,
+    ]  # fmt: skip
+    assert json.loads(paths.best.read_bytes()) == {"step": 4, "tau": 1.6}
+
+
 def test_the_best_checkpoint_is_that_of_the_best_validation(little: Little, tmp_path: Path) -> None:
     run(little, tmp_path / "run", manifest(optim={"lr": 3e-2}, run={"validate_every": 1}))
     held = [line for line in metrics(tmp_path / "run") if line["kind"] == "validation" and line["step"]]
@@ -454,6 +483,22 @@ def test_bad_samples_are_passed_over_counted_once_and_recorded(tmp_path: Path) -
     assert line["step"] >= 1
     clean = training_store(tmp_path / "clean")
     assert report.steps == run(clean, tmp_path / "other", one).steps
+
+
+def test_a_bad_sample_met_again_after_a_kill_is_recorded_once(tmp_path: Path) -> None:
+    little = training_store(tmp_path / "store")
+    damage(little.path, "t3")
+    for seed in range(99):  # one whose first epoch meets it after a checkpoint and before the next
+        one = train_manifest(run={"seed": seed, "checkpoint_every": 2, "validate_every": 99})
+        trainer = Trainer(one, little.path, World.join("cpu"))
+        (met,) = [i for i, pack in enumerate(trainer.schedule.packs(0), 1) if trainer.store.index_of("t3") in pack]
+        if met % 2 and met > 2:
+            break
+    with during_step(met + 1, die), pytest.raises(Killed):
+        run(little, tmp_path / "run", one)
+    assert RunPaths(tmp_path / "run").steps()[-1] == met - 1
+    assert run(little, tmp_path / "run", one).skipped == 1
+    assert len(RunPaths(tmp_path / "run").skipped.read_text().splitlines()) == 1
 
 
 def test_too_many_bad_samples_stop_the_run(tmp_path: Path) -> None:
