@@ -204,9 +204,10 @@ class _Job:
     def run(self, todo: list[int], directory: Path, device: str | None) -> float:
         """Load the target and capture; return seconds from the first forward batch to the last commit."""
         # here, since planning and resuming a finished store need no torch
+        from hscache.device import pick_device
         from hscache.target.capture import Capturer
         from hscache.target.kernels import observe_kernels
-        from hscache.target.loading import load_target, pick_device
+        from hscache.target.loading import load_target
 
         shape, states = self._manifest.target.shape, self._manifest.states
         assert shape is not None

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import torch
 
 from hscache.console import Progress, say
+from hscache.device import pick_device
 from hscache.errors import EnvironmentFault, InputError
 from hscache.manifest import BuildManifest, parse_manifest
 from hscache.plan import CorpusRow
@@ -34,7 +35,7 @@ from hscache.target.capture import Captured, Capturer
 from hscache.target.facts import read_shape, resolve_path
 from hscache.target.kernel_compare import LocalComparison, compare_local, first_divergence
 from hscache.target.kernels import gpu_only, observe_kernels, planned_records
-from hscache.target.loading import LoadedTarget, load_target, pick_device
+from hscache.target.loading import LoadedTarget, load_target
 
 FLOOR_LIMIT = 3.0
 """Kernel paths differ when their states are further apart than this many noise floors."""

@@ -52,6 +52,7 @@ CODES: dict[str, str] = {
     "target-rollback": "a layer of the target cannot be put back after a rejected draft",
     "disk-error": "the file system refused an operation",
     "disk-full": "the store does not fit on the disk",
+    "device-missing": "no such device on this machine",
     "dependency-missing": "an optional package is not installed",
     "kernel-fallback": "an optional kernel would not run on this GPU",
     "kernel-path-broken": "the kernels that ran are not one whole path",
@@ -74,6 +75,7 @@ CODES: dict[str, str] = {
     # training
     "not-a-checkpoint": "the path holds no checkpoint of a training run",
     "checkpoint-damaged": "a checkpoint's file is missing or altered",
+    "no-anchors": "no sample has a place where a block can begin",
     "too-many-bad-samples": "more samples than allowed could not be read while training",
     "training-diverged": "loss or gradient is no number any more, or exploded",
     # format

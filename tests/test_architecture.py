@@ -35,11 +35,11 @@ LEVELS = [
     {"hscache.spool"},
     {"hscache.plan", "hscache.checks"},
     {"hscache.store", "hscache.manifest"},
-    {"hscache.console"},
+    {"hscache.console", "hscache.device"},
     {"hscache.errors"},
     {"hscache"},  # the version
 ]
-FOR_TRAINER = ("hscache.store", "hscache.manifest", "hscache.errors", "hscache.console")
+FOR_TRAINER = ("hscache.store", "hscache.manifest", "hscache.errors", "hscache.console", "hscache.device")
 RUNS_THE_TARGET = "trainer.live_target"
 """The one module of the trainer that may also open the target, to decode with it."""
 

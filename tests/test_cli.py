@@ -18,6 +18,7 @@ import hscache
 from hscache.cli import main
 from hscache.manifest import load_manifest
 from tests.commands import Answer, runner
+from tests.conftest import DATA, TINY_HYBRID
 from tests.stores import Little, flip, make_store
 
 MANIFESTS = Path(__file__).parents[1] / "manifests" / "build"
@@ -130,6 +131,15 @@ def test_a_bug_shows_its_traceback_and_exits_with_70(run: Any, monkeypatch: pyte
     answer = run("config", MANIFESTS / "demo.toml")
     assert (answer.status, answer.code, answer.out) == (70, "bug", "")
     assert "ZeroDivisionError: planted" in answer.err
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_clear_error(run: Any, tmp_path: Path, device: str) -> None:
+    words = ("--set", f"corpus.path={DATA / 'tiny-hybrid-completions.parquet'}", "--set", f"target.path={TINY_HYBRID}")
+    answer = run("build", MANIFESTS / "demo.toml", *words, "--out", tmp_path / "store", "--device", device)
+    assert (answer.status, answer.code) == (3, "device-missing")
+    assert device in answer.err
+    assert "hint: " in answer.err
 
 
 def test_plan_of_the_27b_target_counts_51200_bytes_a_token(run: Any, corpus: Path, tmp_path: Path) -> None:

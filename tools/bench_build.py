@@ -21,11 +21,12 @@ import torch
 
 from hscache.build import build
 from hscache.corpus.readers import read_corpus
+from hscache.device import pick_device
 from hscache.manifest import load_manifest
 from hscache.plan import make_plan
 from hscache.spool import Spool, SpoolWriter
 from hscache.target.facts import read_shape, resolve_path, resolve_taps
-from hscache.target.loading import LoadedTarget, load_target, pick_device
+from hscache.target.loading import LoadedTarget, load_target
 
 
 @torch.inference_mode()

@@ -106,7 +106,6 @@ def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = N
     trainer.calibrate()
     trainer.distribute()
     parameters, tensors = count_parameters(trainer.config)
-    steps = [trainer.schedule.steps(epoch) for epoch in range(manifest.optim.epochs)]
     largest, seconds = (0, 0, 0), []
     with trainer.stream(0) as stream:
         for step, packs in zip(range(min(_PROBE_STEPS, trainer.total_steps)), stream, strict=False):
@@ -134,7 +133,7 @@ def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = N
         "steps": trainer.total_steps,
         "epochs": manifest.optim.epochs,
         "tokens_an_epoch": int(trainer.store.n_tokens[trainer.train].clip(max=manifest.data.max_tokens).sum()),
-        "packs_an_epoch": sum(map(len, steps[0])),
+        "packs_an_epoch": len(trainer.schedule.packs(0)),
         "memory_bytes": sum(memory.values()),
         "memory": memory,
         "measured_peak_bytes": peak_memory_bytes(world.device),

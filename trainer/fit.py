@@ -12,7 +12,7 @@ import torch
 
 from hscache import __version__
 from hscache.console import Interrupted, duration, say, stop_on_signal
-from hscache.errors import IntegrityError, TrainingFault
+from hscache.errors import InputError, IntegrityError, TrainingFault
 from trainer import checkpoint as ckpt
 from trainer.data import Pack
 from trainer.evaluate import score_store
@@ -178,6 +178,9 @@ class _Run:
         self.first_loss, self.skipped = state["first_loss"], set(state["skipped"])
         self.report.first_tau, self.report.tau, self.report.best_tau = state["taus"]
         if self.main:
+            if self.report.best_tau is not None and self.report.best_tau == self.report.tau:
+                # a kill may have come between this checkpoint and its entry as the best one
+                ckpt.keep_best(self.paths, state["step"], self.report.best_tau)
             ckpt.forget_after(self.paths.metrics, state["step"])
             ckpt.forget_after(self.paths.skipped, state["step"])
             say(f"going on at step {state['step']} of {t.total_steps}")
@@ -189,6 +192,13 @@ class _Run:
             self._skip(step, self.t.world.merge(dict(bad for pack in packs for bad in pack.bad)))
         if self.first_loss is None and record["blocks"]:
             self.first_loss = record["loss"]
+        if self.first_loss is None and step == min(self.t.total_steps, len(self.t.schedule.steps(0))):
+            raise InputError(
+                "no-anchors",
+                f"{self.t.store.path}: no sample has two supervised tokens in a row behind a first token, so no block "
+                f"can begin anywhere ({step} steps looked)",
+                hint="hscache info shows how many tokens are supervised; see the loss masks of the corpus",
+            )
         sound = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
         if not sound or record["loss"] > _EXPLODED * max(self.first_loss or 0.0, 1.0):
             ids = [sample_id for pack in packs for sample_id in pack.sample_ids]

@@ -33,13 +33,14 @@ from torch import Tensor, nn
 
 from hscache.corpus.generate import Prompt, Sampling, read_prompts
 from hscache.corpus.masks import load_tokenizer
+from hscache.device import pick_device
 from hscache.errors import ConfigError, EnvironmentFault
 from hscache.manifest import TargetSpec
 from hscache.target.facts import file_digests, read_shape, resolve_path
 from hscache.target.kernel_path import describe_path
 from hscache.target.kernel_sites import find_sites
 from hscache.target.kernels import KernelObservation, observe_kernels
-from hscache.target.loading import LoadedTarget, load_target, pick_device
+from hscache.target.loading import LoadedTarget, load_target
 
 __all__ = [
     "LiveTarget", "Prompt", "Rows", "Sampling", "kernel_path", "load_tokenizer", "open_target", "read_prompts",

@@ -187,12 +187,18 @@ def drafter_config(
     """
     chosen = tuple(spec.taps or taps)
     if not set(chosen) <= set(taps):
-        raise ConfigError("taps-invalid", f"drafter.taps {list(chosen)}: the store has {list(taps)}")
+        raise ConfigError(
+            "taps-invalid",
+            f"drafter.taps {list(chosen)}: the store has {list(taps)}",
+            hint="take some of these, or build a store with the others",
+        )
     if list(chosen) != sorted(set(chosen)):
         raise ConfigError("taps-invalid", f"drafter.taps {list(chosen)}: must ascend, without repetition")
     if spec.mask_token_id >= vocab_size:
         raise ConfigError(
-            "manifest-value", f"drafter.mask_token_id: {spec.mask_token_id}, the target's vocabulary has {vocab_size}"
+            "manifest-value",
+            f"drafter.mask_token_id: {spec.mask_token_id}, the target's vocabulary has {vocab_size}",
+            hint="take an id of the vocabulary that the target's text does not use",
         )
     return DrafterConfig(
         hidden_size=hidden_size,

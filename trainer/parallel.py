@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hscache.device import pick_device
 from trainer.drafter import Drafter
 
 
@@ -40,11 +41,14 @@ class World:
 
         Args:
             device: Such as ``cpu``; None for CUDA where it is, the rank's own.
+
+        Raises:
+            EnvironmentFault: ``device-missing``.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if device is None:
-            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-        chosen = torch.device(device)
+        if device is None and torch.cuda.is_available():
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        chosen = pick_device(device)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         if size > 1 and not dist.is_initialized():

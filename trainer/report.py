@@ -12,6 +12,7 @@ import torch
 
 import hscache
 from hscache.console import say, table
+from hscache.device import pick_device
 from hscache.errors import ConfigError, EnvironmentFault, InputError
 from hscache.store.head import TargetHead, load_head
 from hscache.store.layout import StorePaths
@@ -76,7 +77,7 @@ def evaluate(
     Raises:
         HscacheError: For what a user can mend.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = pick_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     rows: list[dict[str, Any]] = []
     for store_path in stores:

@@ -65,7 +65,11 @@ class Trainer:
             learnable = (i for i in self.train if len(anchor_candidates(self.store.loss_mask(i))))
             self.train = self.held = list(islice(learnable, overfit))
         if not self.train:
-            raise InputError("store-unfinished", f"{store_path}: no samples to train on")
+            raise InputError(
+                "no-anchors",
+                f"{store_path}: no sample to train on that has a place where a block can begin",
+                hint="hscache info shows how many tokens are supervised",
+            )
         self.held = self.held[: manifest.run.validation_samples]
         self.schedule = Schedule(self.train, self.store.n_tokens, manifest.data, manifest.run.seed)
         self.total_steps = self._total_steps()

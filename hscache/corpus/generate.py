@@ -136,7 +136,7 @@ class _Decoder:
         import torch
         import transformers
 
-        from hscache.target.loading import pick_device
+        from hscache.device import pick_device
 
         transformers.utils.logging.disable_progress_bar()
         # "falling back to its reference implementation": the build says what runs, in its own words

@@ -85,11 +85,6 @@ class LoadedTarget:
     report: dict[str, Any]
 
 
-def pick_device(name: str | None) -> torch.device:
-    """Return the device named, or CUDA when there is one, else the CPU."""
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: torch.device) -> LoadedTarget:
     """Load a checkpoint and find its parts.
 
