@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from hscache.manifest import BuildManifest, parse_manifest
+from tests.commands import Answer, runner
 from tests.hybrid import Hybrid, make_hybrid
 
 # wall time on a shared machine says nothing; the same examples in every run, so that a red test stays red
@@ -26,6 +28,20 @@ SMOLLM2 = Path.home() / ".cache/hscache/targets/SmolLM2-135M-Instruct"
 def _one_thread() -> None:
     """Two OpenMP threads beside anything else on two cores are many times slower than one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of a little run's or store's time would be the disk's: no power cut threatens it."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def hstrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    """Return a function that runs ``hstrain ARGUMENTS`` in this process."""
+    from trainer.cli import main
+
+    return runner("hstrain", main, capsys, monkeypatch)
 
 
 @pytest.fixture(scope="session")

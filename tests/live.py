@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from hscache.store.head import TargetHead
+from tests.conftest import TINY_HYBRID
 from trainer.drafter import Drafter, DrafterConfig, initialise
 from trainer.live_target import LiveTarget, open_target
 
@@ -45,6 +46,14 @@ FAMILIES: dict[str, Callable[[], transformers.PreTrainedModel]] = {
 """Every kind of cache: keys and values, sliding ones, recurrent states, both in one model, both in one layer."""
 EAGER = ("mamba2", "gemma2")
 """Families for which transformers has no sdpa."""
+
+
+def checkpoint(name: str, root: Path) -> Path:
+    """Return the checkpoint of the trained hybrid, or that of a family, written below ``root``."""
+    if name == "tiny-hybrid":
+        return TINY_HYBRID
+    FAMILIES[name]().save_pretrained(root / name)
+    return root / name
 
 
 @contextmanager

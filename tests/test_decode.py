@@ -10,8 +10,7 @@ import pytest
 import tiny_targets
 import torch
 
-from tests.conftest import TINY_HYBRID
-from tests.live import FAMILIES, PROMPT, Oracle, head_of, live, random_drafter
+from tests.live import FAMILIES, PROMPT, Oracle, checkpoint, head_of, live, random_drafter
 from tests.test_sampling import far
 from trainer.decode import Decoded, Draft, decode
 from trainer.live_target import LiveTarget, Sampling
@@ -63,12 +62,7 @@ def test_sampled_text_is_distributed_as_the_targets(small, tree_size):
 
 @pytest.fixture(scope="module", params=["tiny-hybrid", *FAMILIES])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveTarget]:
-    if request.param == "tiny-hybrid":
-        directory = TINY_HYBRID
-    else:
-        directory = tmp_path_factory.mktemp("targets") / request.param
-        FAMILIES[request.param]().save_pretrained(directory)
-    with live(directory) as opened:
+    with live(checkpoint(request.param, tmp_path_factory.mktemp("targets"))) as opened:
         opened.eos_ids = set()
         yield opened
 

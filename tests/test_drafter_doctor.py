@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,11 @@ from safetensors.torch import load_file, save_file
 from hscache.convert import Change, convert
 from hscache.errors import HscacheError
 from hscache.store.head import load_head
-from tests.commands import Answer, runner
 from tests.conftest import TINY_HYBRID
 from tests.hybrid import Hybrid
 from tests.stores import HIDDEN, VOCAB, Little
 from tests.trainers import MASK, train_manifest, training_store
-from trainer import cli, live_target
+from trainer import live_target
 from trainer.checkpoint import load_drafter
 from trainer.doctor import EFFECTS, Fact, diagnose
 from trainer.export import export_zlab
@@ -37,15 +35,7 @@ SAYS: dict[str, Any] = {
 OFFLINE = sorted(EFFECTS.keys() - {"live states"})
 
 
-@pytest.fixture(autouse=True)
-def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.fixture
-def hstrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
-    """Return a function that runs ``hstrain ARGUMENTS`` in this process."""
-    return runner("hstrain", cli.main, capsys, monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_disk")
 
 
 @pytest.fixture(scope="module")

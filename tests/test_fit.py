@@ -43,9 +43,7 @@ def little(tmp_path_factory: pytest.TempPathFactory) -> Little:
     return training_store(tmp_path_factory.mktemp("fit") / "store")
 
 
-@pytest.fixture(autouse=True)
-def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+pytestmark = pytest.mark.usefixtures("no_disk")
 
 
 def manifest(**sections: dict[str, Any]) -> TrainManifest:
@@ -154,6 +152,29 @@ def test_a_killed_run_goes_on_bit_by_bit_from_its_last_checkpoint(little: Little
     assert len(set(steps)) == len(steps)
     assert [at for kind, at in steps if kind == "train"] == list(range(1, STEPS + 1))
     assert [at for kind, at in steps if kind == "validation"] == [0, 3, 6, 8]
+
+
+def test_a_kill_between_the_best_checkpoint_and_its_entry_loses_nothing(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = manifest(optim={"lr": 3e-2}, run={"validate_every": 2})
+    run(little, tmp_path / "whole", one)
+    entered = ckpt.keep_best
+
+    def dying(paths: RunPaths, at: int, tau: float) -> bool:
+        raise Killed
+
+    monkeypatch.setattr(ckpt, "keep_best", dying)
+    with pytest.raises(Killed):
+        run(little, tmp_path / "cut", one)
+    monkeypatch.setattr(ckpt, "keep_best", entered)
+    assert RunPaths(tmp_path / "cut").steps() == [2]
+    assert not RunPaths(tmp_path / "cut").best.exists()
+    with during_step(1, die), pytest.raises(Killed):
+        run(little, tmp_path / "cut", one)
+    assert json.loads(RunPaths(tmp_path / "cut").best.read_bytes())["step"] == 2
+    run(little, tmp_path / "cut", one)
+    assert RunPaths(tmp_path / "cut").best.read_bytes() == RunPaths(tmp_path / "whole").best.read_bytes()
 
 
 def test_a_finished_run_is_left_as_it_is(little: Little, tmp_path: Path) -> None:
@@ -523,17 +544,19 @@ def test_a_held_out_sample_that_cannot_be_read_is_passed_over_too(tmp_path: Path
     assert (line["sample_id"], line["step"]) == (bad, 0)
 
 
-def test_a_store_without_a_single_anchor_trains_nothing_and_says_so(tmp_path: Path) -> None:
+def test_a_store_without_a_single_anchor_is_refused_after_an_epoch_has_looked(tmp_path: Path) -> None:
     rows = turn_rows()
     for row in rows:
         row.loss_mask[:] = 0
         row.loss_mask[3::2] = 1
     little = make_store(tmp_path / "store", rows, manifest=little_manifest())
-    report = run(little, tmp_path / "run", manifest(optim={"max_steps": 3}))
-    assert (report.steps, report.tau) == (3, None)
-    assert all(line["blocks"] == 0 and line["loss"] == 0 for line in metrics(tmp_path / "run"))
-    with pytest.raises(InputError):
+    for name, how in (("short", {"optim": {"max_steps": 3}}), ("long", {})):
+        with pytest.raises(InputError) as refused:
+            run(little, tmp_path / name, manifest(**how))
+        assert refused.value.code == "no-anchors"
+    with pytest.raises(InputError) as refused:
         run(little, tmp_path / "heart", overfit=1)
+    assert refused.value.code == "no-anchors"
 
 
 def test_first_steps_without_anchors_are_no_yardstick_for_an_exploding_loss(

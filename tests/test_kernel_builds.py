@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tiny_targets
 
 from hscache.build import build
 from hscache.errors import EnvironmentFault
@@ -21,9 +19,9 @@ from hscache.store.layout import canonical_json, group_metadata
 from hscache.target import loading
 from hscache.verify import verify
 from tests.fakes import CONV, fake, fake_fla, fla_source, hscache, run_python
+from tests.six_samples import SHARDS, six_samples
 
 GDN_LAYERS = [0, 1, 2, 4, 5, 6]
-SHARDS = 3
 CHUNK, CONV_OP = "chunk_gated_delta_rule", "causal_conv1d_fn"
 INTERPRETED = {"TRITON_INTERPRET": "1"}  # else no fla kernel is given CPU tensors
 
@@ -31,25 +29,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}  # else no fla kernel is given CPU tenso
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny hybrid and six samples of different lengths, in three shards."""
-    root = tmp_path_factory.mktemp("inputs")
-    target = tiny_targets.save("qwen3_5", root / "target")
-    rows = [
-        {"id": f"r{i}", "input_ids": [(7 * i + k) % 500 for k in range(n)], "loss_mask": [0] * 4 + [1] * (n - 4)}
-        for i, n in enumerate((20, 22, 70, 24, 68, 26))
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), root / "corpus.parquet")
-    path = root / "manifest.toml"
-    path.write_text(
-        f"""
-        target = {{ path = "{target}", dtype = "float32" }}
-        states = {{ taps = [0, 3, 7] }}
-        corpus = {{ path = "{root}/corpus.parquet" }}
-        logits = {{ topk = 4 }}
-        limits = {{ batch_tokens = 72 }}
-        store = {{ shard_bytes = "56KiB" }}
-        """
-    )
-    return path
+    return six_samples("qwen3_5", tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

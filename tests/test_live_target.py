@@ -10,7 +10,7 @@ import torch
 
 from hscache.errors import HscacheError
 from tests.conftest import TINY_HYBRID
-from tests.live import EAGER, FAMILIES, PROMPT, TAPS, live
+from tests.live import EAGER, FAMILIES, PROMPT, TAPS, checkpoint, live
 from trainer.live_target import LiveTarget
 
 DRAFT = [33, 71, 5, 5, 402, 18, 250, 90]
@@ -37,12 +37,7 @@ def test_taps_outside_the_target_are_refused():
 
 @pytest.fixture(scope="module", params=["tiny-hybrid", *FAMILIES])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveTarget]:
-    if request.param == "tiny-hybrid":
-        directory = TINY_HYBRID
-    else:
-        directory = tmp_path_factory.mktemp("targets") / request.param
-        FAMILIES[request.param]().save_pretrained(directory)
-    with live(directory) as opened:
+    with live(checkpoint(request.param, tmp_path_factory.mktemp("targets"))) as opened:
         yield opened
 
 

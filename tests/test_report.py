@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,8 @@ import torch
 import hscache
 from hscache.errors import HscacheError
 from hscache.store.head import TargetHead, load_head
-from tests.commands import Answer, runner
 from tests.stores import HIDDEN, VOCAB, Little, head_weights
 from tests.trainers import train_manifest, training_store
-from trainer import cli
 from trainer.checkpoint import load_drafter
 from trainer.data import split
 from trainer.ddtree import SIZES
@@ -34,15 +30,7 @@ TAPS = [0, 2]
 SHAPE = {"num_layers": 4, "hidden_size": HIDDEN, "vocab_size": VOCAB}
 
 
-@pytest.fixture(autouse=True)
-def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.fixture
-def hstrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
-    """Return a function that runs ``hstrain ARGUMENTS`` in this process."""
-    return runner("hstrain", cli.main, capsys, monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_disk")
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from safetensors.torch import load_file
 
 import hscache
 from hscache.store.head import load_head
-from tests.commands import Answer, runner
 from tests.hybrid import NEW_TOKENS, PROMPTS, TAPS, Hybrid
 from trainer import cli
 from trainer.checkpoint import load_drafter
@@ -29,15 +26,7 @@ from trainer.losses import Head
 COMMANDS = {"inspect", "config", "fit", "plot", "eval", "speculate", "export", "doctor"}
 
 
-@pytest.fixture(autouse=True)
-def _no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.fixture
-def hstrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
-    """Return a function that runs ``hstrain ARGUMENTS`` in this process."""
-    return runner("hstrain", cli.main, capsys, monkeypatch)
+pytestmark = pytest.mark.usefixtures("no_disk")
 
 
 def help_of(name: str) -> str:
@@ -84,6 +73,17 @@ def test_wrong_usage_exits_with_2_and_says_so_on_stderr(hstrain: Any, arguments:
     answer = hstrain(*arguments)
     assert (answer.status, answer.out) == (2, "")
     assert "Error" in answer.err
+
+
+@pytest.mark.parametrize("name", ["fit", "eval"])
+def test_a_device_that_is_not_there_is_one_clear_error(hstrain: Any, hybrid: Hybrid, tmp_path: Path, name: str) -> None:
+    words = {
+        "fit": ["manifests/train/demo.toml", "--store", hybrid.store, "--out", tmp_path / "run"],
+        "eval": [hybrid.run, "--store", hybrid.store],
+    }
+    answer = hstrain(name, *words[name], "--device", "cuda:99")
+    assert (answer.status, answer.code) == (3, "device-missing")
+    assert "hint: " in answer.err
 
 
 # speculate

@@ -14,19 +14,15 @@ import sys
 from pathlib import Path
 
 import fla_env
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import tiny_targets
 
 from hscache.build import build
 from hscache.manifest import load_manifest
 from hscache.store.index import committed_shards, read_shard
 from hscache.verify import verify
+from tests.six_samples import SHARDS, six_samples
 
 pytestmark = pytest.mark.fla
-
-SHARDS = 3
 
 
 def hscache(version: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -42,25 +38,7 @@ def hscache(version: str, *args: str | Path) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("inputs")
-    target = tiny_targets.save("qwen3_5_vlm", root / "target")
-    rows = [
-        {"id": f"r{i}", "input_ids": [(7 * i + k) % 500 for k in range(n)], "loss_mask": [0] * 4 + [1] * (n - 4)}
-        for i, n in enumerate((20, 22, 70, 24, 68, 26))
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), root / "corpus.parquet")
-    path = root / "manifest.toml"
-    path.write_text(
-        f"""
-        target = {{ path = "{target}", dtype = "float32" }}
-        states = {{ taps = [0, 3, 7] }}
-        corpus = {{ path = "{root}/corpus.parquet" }}
-        logits = {{ topk = 4 }}
-        limits = {{ batch_tokens = 72 }}
-        store = {{ shard_bytes = "56KiB" }}
-        """
-    )
-    return path
+    return six_samples("qwen3_5_vlm", tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
