@@ -20,10 +20,10 @@ install: $(STAMP)  ## make .venv and install hscache with the developers' tools
 assets: $(STAMP)  ## fetch the demo's target and prompts into the user cache (once)
 	@$(BIN)/python tools/demo_assets.py
 
-demo: $(STAMP)  ## prompts to an exported drafter, on the trained 7M hybrid of this repository; five minutes
+demo: $(STAMP)  ## prompts to an exported drafter, on the trained 7M hybrid of this repository; minutes
 	@$(BIN)/python tools/demo.py
 
-demo-smollm2: assets  ## the same on SmolLM2-135M-Instruct; most of an hour
+demo-smollm2: assets  ## the same on SmolLM2-135M-Instruct; a thousand steps of training
 	@$(BIN)/python tools/demo.py smollm2
 
 test: assets  ## the test suite, as CI runs it

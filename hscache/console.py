@@ -176,7 +176,8 @@ class Progress:
         rate = self._done / max(self.elapsed_s, 1e-9)
         left = duration((self._total - self._done) / rate) if rate > 0 else "?"
         done = f"{self._done:,}/{self._total:,} {self._unit} ({self._done / max(self._total, 1):.0%})"
-        return f"{self._label}: {done}, {rate:,.0f} {self._unit}/s, ETA {left}{', ' + note if note else ''}"
+        speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+        return f"{self._label}: {done}, {speed} {self._unit}/s, ETA {left}{', ' + note if note else ''}"
 
 
 def run_command(command: Callable[[], object]) -> None:

@@ -1,7 +1,7 @@
 """The main job end to end by the commands that a user types: prompts, states, a drafter, what it is worth, its export.
 
-make demo              the trained 7M hybrid of this repository: about five minutes on two CPU cores
-make demo-smollm2      SmolLM2-135M-Instruct: two minutes for the store, half an hour of training
+make demo              the trained 7M hybrid of this repository: minutes on two CPU cores
+make demo-smollm2      SmolLM2-135M-Instruct: the same, with a thousand steps of training
 """
 
 from __future__ import annotations
