@@ -71,7 +71,8 @@ def head_of(target: LiveTarget) -> TargetHead:
     """Return what a store's ``target/`` would hold of a target."""
     embed = target.loaded.model.get_input_embeddings().weight
     relation = target.loaded.relation
-    facts = {"head": {"scale": relation.scale, "softcap": relation.softcap}}
+    relation_facts = {"scale": relation.scale, "softcap": relation.softcap}
+    facts = {"head": relation_facts, "shape": target.loaded.shape.model_dump()}
     return TargetHead(embed, target.loaded.head.weight, target.loaded.norm.weight, facts)
 
 

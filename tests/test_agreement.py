@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,14 @@ from trainer.masks import Backend, Blocks
 
 
 def compare(hybrid: Hybrid, **changes: Any) -> list[dict[str, Any]]:
-    options = {"held_out": 1.0, "samples": None, "dtype": "float32", "target": str(hybrid.target), **changes}
+    options = {
+        "held_out": 1.0,
+        "samples": None,
+        "dtype": "float32",
+        "peer": None,
+        "target": str(hybrid.target),
+        **changes,
+    }
     return compare_walks.compare(argparse.Namespace(store=hybrid.store, checkpoint=hybrid.run, **options))
 
 
@@ -88,7 +96,12 @@ def test_other_taps_live_are_noticed(hybrid: Hybrid, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         compare_walks, "open_target", lambda path, taps, **how: open_target(path, [t - 1 for t in taps], **how)
     )
-    assert parted(compare(hybrid, samples=2))
+    found = compare(hybrid, samples=2)
+    assert parted(found)
+    for entry in found:
+        assert entry["same"] or re.search(r"two best in slot \d: cache: \d+: [-\d.]+, .*; live: \d+: ", entry["why"]), (
+            entry
+        )
 
 
 def test_the_anchors_own_row_in_the_live_context_is_noticed(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +155,17 @@ def test_another_text_is_told_apart_from_another_walk(hybrid: Hybrid, monkeypatc
     (entry,) = compare(hybrid, samples=1)
     assert not entry["same_text"]
     assert "the live text parts from the stored one at token 1" in entry["why"]
+
+
+def test_where_texts_part_the_targets_two_best_are_shown(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    def altered(target: LiveTarget, *args: Any) -> Any:
+        out = decode(target, *args)
+        out.ids[5] = out.top_ids[5][1]
+        return out
+
+    monkeypatch.setattr(compare_walks, "decode", altered)
+    (entry,) = compare(hybrid, samples=1)
+    assert re.search(r"at token 5 of \d+: stored (\d+), live (\d+); live logits \1: [-\d.]+, \2: [-\d.]+", entry["why"])
 
 
 # lossless

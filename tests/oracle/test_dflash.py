@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import tiny_targets
 import torch
+from compare_walks import open_peer
+from dflash_peer import generate
 from torch import Tensor
 
 from hscache.store.head import TargetHead
 from tests import drafters
-from tests.oracle.live import generate
+from tests.live import head_of
 from trainer.anchors import slot_tokens
-from trainer.drafter import Drafter, block_inputs
+from trainer.decode import Draft, decode
+from trainer.drafter import Drafter, block_inputs, initialise
 from trainer.export import export_zlab
 from trainer.importer import import_checkpoint
+from trainer.live_target import Sampling, open_target
 from trainer.losses import Head, SlotTargets, head_loss
 from trainer.masks import Blocks
 
@@ -151,3 +156,23 @@ def test_dflash_decodes_with_our_export_as_the_cache_foretells(dflash: Any, tmp_
         at += walk[-1]
     assert found.acceptance_lengths == walk
     assert 1.2 < np.mean(walk) < 7  # neither nothing nor everything is accepted
+
+
+def test_dflash_decodes_smollm2_step_by_step_as_we_do(dflash: Any, tmp_path: Path, smollm2: Path, corpus: Path) -> None:
+    """On a real target, with a drafter that learnt something of one completion of it."""
+    row = min(pq.read_table(corpus).to_pylist(), key=lambda row: len(row["input_ids"]))
+    ids, first = row["input_ids"], row["loss_mask"].index(1)
+    shape = {"hidden_size": 576, "vocab_size": 49152, "num_target_layers": 30}
+    drafter = Drafter(drafters.config("mixed", **shape, taps=(1, 14, 27), mask_token_id=3))
+    initialise(drafter, 0)
+    with open_target(str(smollm2), (1, 14, 27), dtype="float32", device="cpu") as (live, _):
+        states_TLH, head = live.prefill(ids).states, head_of(live)
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            learn(drafter, states_TLH.clone(), torch.tensor(ids), head, first, steps=12)
+        whole = Sampling(max_new_tokens=len(ids) - first)
+        plain, drafted = (decode(live, ids[:first], whole, d) for d in (None, Draft(drafter, head, live.device)))
+        peer = open_peer(drafter, head, live, tmp_path / "export")
+        steps = [step.accepted for step in drafted.steps]
+        assert drafted.ids == plain.ids
+        assert peer(ids[:first], len(drafted.ids)) == steps
+    assert {1, 2} <= set(steps), "some drafts are accepted, some are not"
