@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.live import Oracle, head_of, live, random_drafter
 from trainer.decode import Decoded, Draft, decode
 from trainer.drafter import Drafter
 from trainer.live_target import Sampling, load_tokenizer, read_prompts
-from trainer.speculate import difference, speculate_prompts, summary
+from trainer.speculate import difference, print_speculation, speculate_prompts, summary
 
 ROWS: list[Any] = [
     {"id": "a", "prompt": "def add(a, b):\n", "tag": "code"},
@@ -164,7 +165,8 @@ def test_differences_are_counted_by_kind():
     entry = {
         "id": "a", "tag": None, "accepted": [1, 3], "streaks": [0, 2], "lossless": False,
         "difference": {"kind": "tie"},
-        "drafted": {"tokens": 5, "decode_s": 2.0}, "plain": {"tokens": 5, "decode_s": 4.0},
+        "drafted": {"tokens": 5, "decode_s": 2.0, "step_s": {"draft": 0.5, "verify": 1.0, "keep": 0.25}},
+        "plain": {"tokens": 5, "decode_s": 4.0},
     }  # fmt: skip
     figures = summary([entry, {**entry, "lossless": True, "difference": None}])
     assert figures["lossless"] == {"compared": 2, "equal": 1, "tie": 1, "noise": 0, "unexplained": 0}
@@ -172,6 +174,21 @@ def test_differences_are_counted_by_kind():
     assert figures["tau"] == 2.0
     assert figures["tokens_per_s"] == {"drafted": 2.0, "plain": 1.0}
     assert figures["speedup"] == 2.0
+    assert figures["step_s"] == {"draft": 0.25, "verify": 0.5, "keep": 0.125}
+
+
+@pytest.mark.parametrize("tree_size", [None, 8])
+def test_the_parts_of_a_step_make_up_its_time(drafter_and_head, prompts, tree_size, capsys):
+    report = run(drafter_and_head, prompts, Sampling(max_new_tokens=8), tree_size=tree_size, limit=2)
+    for entry in report["prompts"]:
+        parts = entry["drafted"]["step_s"]
+        assert all(seconds > 0 for seconds in parts.values())
+        assert sum(parts.values()) < entry["drafted"]["decode_s"]
+    print_speculation(report)
+    assert re.search(
+        r"a step costs +[\d.]+ tokens without a drafter: draft [\d.]+, verify [\d.]+, keep [\d.]+",
+        capsys.readouterr().out,
+    )
 
 
 def test_on_a_real_model_every_length_is_accepted(smollm2):

@@ -15,7 +15,8 @@ Shapes: T rows of context, B block size, V vocabulary, L taps, H width.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -57,6 +58,9 @@ class Decoded:
         finish_reason: ``stop`` after an end token, else ``length``.
         prefill_s: Seconds for the prompt, the drafter's context of it included.
         decode_s: Seconds for all tokens but the first.
+        step_s: The steps' part of it: ``draft``, the drafter's pass; ``verify``, the target's; ``keep``, putting the
+            target's states back behind what was kept, and its rows into the drafter's context. On a GPU what ``keep``
+            starts may end within the next ``draft``.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -66,6 +70,14 @@ class Decoded:
     finish_reason: Literal["stop", "length"] = "length"
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    step_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("draft", "verify", "keep"), 0.0))
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Count the time of a part of a step."""
+        started = time.perf_counter()
+        yield
+        self.step_s[part] += time.perf_counter() - started
 
 
 class Draft:
@@ -158,9 +170,9 @@ def decode(
             _emit(target, sampling, out, choice.tokens(rows.logits), rows.logits)
             continue
         if tree_size is None:
-            tokens, rows = _chain_step(target, draft, choice, anchor)
+            tokens, rows = _chain_step(target, draft, choice, out, anchor)
         else:
-            tokens, rows = _tree_step(target, draft, choice, anchor, tree_size)
+            tokens, rows = _tree_step(target, draft, choice, out, anchor, tree_size)
         given = _emit(target, sampling, out, tokens, rows.logits)
         out.steps.append(Step(position, min(len(tokens) - 1, given), given))
     out.decode_s = time.perf_counter() - started
@@ -180,44 +192,48 @@ def _emit(target: LiveTarget, sampling: Sampling, out: Decoded, tokens: list[int
     return len(tokens)
 
 
-def _chain_step(target: LiveTarget, draft: Draft, choice: _Choice, anchor: int) -> tuple[list[int], Rows]:
+def _chain_step(target: LiveTarget, draft: Draft, choice: _Choice, out: Decoded, anchor: int) -> tuple[list[int], Rows]:
     """Return the streak and the token after it, with the rows that gave them."""
-    logits_kV = draft.propose(anchor)
-    if choice.greedy:
-        drafted = logits_kV.argmax(-1).tolist()
-        rows = target.verify([anchor, *drafted])
-        wanted = choice.tokens(rows.logits)
-        streak = next((i for i, (a, b) in enumerate(zip(drafted, wanted, strict=False)) if a != b), len(drafted))
-        bonus = wanted[streak]
-    else:
-        q_kV = choice.distribution(logits_kV)
-        drafted_k = draw(q_kV, choice.generator)
+    with out.timed("draft"):
+        logits_kV = draft.propose(anchor)
+        q_kV = None if choice.greedy else choice.distribution(logits_kV)
+        drafted_k = logits_kV.argmax(-1) if q_kV is None else draw(q_kV, choice.generator)
         drafted = drafted_k.tolist()
+    with out.timed("verify"):
         rows = target.verify([anchor, *drafted])
-        streak, bonus = accept_drafted(choice.distribution(rows.logits), q_kV, drafted_k, choice.generator)
-    return [*drafted[:streak], bonus], _keep(target, draft, rows, range(streak + 1))
+        if q_kV is None:
+            wanted = choice.tokens(rows.logits)
+            streak = next((i for i, (a, b) in enumerate(zip(drafted, wanted, strict=False)) if a != b), len(drafted))
+            bonus = wanted[streak]
+        else:
+            streak, bonus = accept_drafted(choice.distribution(rows.logits), q_kV, drafted_k, choice.generator)
+    with out.timed("keep"):
+        return [*drafted[:streak], bonus], _keep(target, draft, rows, range(streak + 1))
 
 
 def _tree_step(
-    target: LiveTarget, draft: Draft, choice: _Choice, anchor: int, size: int
-) -> tuple[list[int], Rows]:  # fmt: skip
+    target: LiveTarget, draft: Draft, choice: _Choice, out: Decoded, anchor: int, size: int
+) -> tuple[list[int], Rows]:
     """Return the path that the target's own choices take through the tree and the token that leaves it.
 
     Every node's token is chosen, though only a path's are used: chance is independent from row to row, so each row's
     choice is the target's, and no draft can bend its distribution.
     """
-    logprobs_kV = draft.propose(anchor).log_softmax(-1)
-    best = logprobs_kV.topk(min(size, logprobs_kV.shape[-1]), -1)
-    tree = best_first(best.indices.cpu(), best.values.cpu(), size)
-    rows = target.verify([anchor, *tree.tokens.tolist()], [-1, *(tree.parents + 1).tolist()])
-    wanted = choice.tokens(rows.logits)
+    with out.timed("draft"):
+        logprobs_kV = draft.propose(anchor).log_softmax(-1)
+        best = logprobs_kV.topk(min(size, logprobs_kV.shape[-1]), -1)
+        tree = best_first(best.indices.cpu(), best.values.cpu(), size)
+    with out.timed("verify"):
+        rows = target.verify([anchor, *tree.tokens.tolist()], [-1, *(tree.parents + 1).tolist()])
+        wanted = choice.tokens(rows.logits)
     nodes = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
     # node i is row i + 1, below the anchor's row 0
     child = {(parent + 1, token): row for row, (parent, token) in enumerate(nodes, 1)}
     kept = [0]
     while (row := child.get((kept[-1], wanted[kept[-1]]))) is not None:
         kept.append(row)
-    return [wanted[row] for row in kept], _keep(target, draft, rows, kept)
+    with out.timed("keep"):
+        return [wanted[row] for row in kept], _keep(target, draft, rows, kept)
 
 
 def _keep(target: LiveTarget, draft: Draft, rows: Rows, kept: Sequence[int]) -> Rows:

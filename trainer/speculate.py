@@ -181,6 +181,10 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "streaks": histogram,
         "tokens_per_s": speeds,
         "speedup": with_drafter / without if with_drafter and without else None,
+        "step_s": {
+            part: sum(entry["drafted"]["step_s"][part] for entry in entries) / max(len(streaks), 1)
+            for part in ("draft", "verify", "keep")
+        },
         "lossless": {
             "compared": len(compared),
             "equal": len(compared) - len(differing),
@@ -210,6 +214,10 @@ def print_speculation(found: dict[str, Any]) -> None:
                 f"{with_drafter:.1f} tokens/s, {without:.1f} without a drafter: {found['speedup']:.2f} times as fast",
             )
         )
+        # in tokens of plain decoding: what a step must yield to pay
+        parts = {part: seconds * without for part, seconds in found["step_s"].items()}
+        shares = ", ".join(f"{part} {share:.2f}" for part, share in parts.items())
+        pairs.append(("a step costs", f"{sum(parts.values()):.2f} tokens without a drafter: {shares}"))
     if lossless["compared"]:
         other = [f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind]]
         apart = f"; parted: {', '.join(other)}" if other else ""
@@ -268,6 +276,7 @@ def _entry(prompt: Prompt, drafted: Decoded, peer: Decoded | None, *, greedy: bo
     }
     for name, side in (("drafted", drafted), ("plain", peer)):
         entry[name] = side and {"tokens": len(side.ids), "prefill_s": side.prefill_s, "decode_s": side.decode_s}
+    entry["drafted"]["step_s"] = drafted.step_s
     return entry
 
 
