@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -33,7 +34,17 @@ def emit_json(value: object) -> None:
 
     Infinities and NaN, which JSON has not, become strings.
     """
-    print(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    print(_json_text(value))
+
+
+def write_json(value: object, path: Path) -> None:
+    """Write what :func:`emit_json` would print to a file, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_json_text(value) + "\n", encoding="utf-8")
+
+
+def _json_text(value: object) -> str:
+    return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: object) -> object:

@@ -186,7 +186,7 @@ def test_the_parts_of_a_step_make_up_its_time(drafter_and_head, prompts, tree_si
         assert sum(parts.values()) < entry["drafted"]["decode_s"]
     print_speculation(report)
     assert re.search(
-        r"a step costs +[\d.]+ tokens without a drafter: draft [\d.]+, verify [\d.]+, keep [\d.]+",
+        r"step +costs [\d.]+ tokens without a drafter: draft [\d.]+, verify [\d.]+, keep [\d.]+",
         capsys.readouterr().out,
     )
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import demo_summary
 import pytest
 import torch
 import typer
@@ -121,12 +122,33 @@ def test_speculate_as_text(hstrain: Any, at: list[object]) -> None:
     answer = hstrain("speculate", *at, "--limit", 2, "--max-new-tokens", 12)
     assert answer.status == 0
     lines = {line.split()[0]: line for line in answer.out.splitlines()[1:]}
-    assert lines.keys() == {"prompts", "tau", "streaks", "kernels", "by", "speed", "lossless"}
+    assert lines.keys() == {"prompts", "tau", "streaks", "kernels", "by", "speed", "step", "lossless"}
     assert "float32 on cpu, blocks of 6" in answer.out.splitlines()[0]
     assert lines["prompts"].split() == ["prompts", "2", "(0", "rejected)"]
     assert lines["lossless"].endswith("2 of 2 texts as without a drafter")
     assert "tokens/s" in lines["speed"]
     assert "speculate: 2/2 prompts (100%)" in answer.err
+
+
+def test_figures_go_to_a_file_a_picture_and_one_page(hstrain: Any, hybrid: Hybrid, at: list[object]) -> None:
+    root = hybrid.run.parent
+    for name, words in (
+        ("live", ["speculate", *at, "--limit", 2]),
+        ("eval", ["eval", hybrid.run, "--store", hybrid.store]),
+    ):
+        more = ["--held-out", 1] if name == "eval" else []
+        answer = hstrain(*words, *more, "--out", root / f"{name}.json", "--plot", root / f"{name}.png", "--json")
+        assert answer.status == 0
+        assert json.loads((root / f"{name}.json").read_text()) == answer.json
+        assert (root / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    (root / "drafter").symlink_to(hybrid.run)
+    assert hstrain("plot", hybrid.run).status == 0
+    assert hstrain("export", hybrid.run, "--store", hybrid.store, "--out", root / "export").status == 0
+    page = demo_summary.summary(root)
+    offline, live = (json.loads((root / f"{name}.json").read_text()) for name in ("eval", "live"))
+    for number in (f"{offline['rows'][0]['tau']:.2f}", f"{live['tau']:.2f}", "2 of 2", "6 samples"):
+        assert number in page
+    assert page.count("data:image/png;base64,iVBORw") == 3
 
 
 def test_speculate_with_a_tree_by_chance(hstrain: Any, at: list[object]) -> None:

@@ -48,17 +48,19 @@ def main() -> None:
     hstrain("fit", train_manifest, "--store", store, "--out", run)
     hstrain("plot", run)
     step("what it is worth on held-out samples, from the cache alone")
-    hstrain("eval", run, "--store", store, "--plot", str(out / "eval.png"))
+    hstrain("eval", run, "--store", store, "--plot", str(out / "eval.png"), "--out", str(out / "eval.json"))
     step("and live, on prompts that it never saw: the text must be the target's own")
     live = ["--store", store, "--target", target, "--prompts", fresh, "--max-new-tokens", "96", "--dtype", "float32"]
-    hstrain("speculate", run, *live)
+    hstrain("speculate", run, *live, "--plot", str(out / "live.png"), "--out", str(out / "live.json"))
     step("a folder for the serving engines, read back and compared")
     hstrain("export", run, "--store", store, "--out", export)
-    print(NEXT.format(store=store, run=run, export=export, seconds=time.monotonic() - started), flush=True)
+    step("all of it on one page")
+    python("tools/demo_summary.py", str(out))
+    print(NEXT.format(store=store, out=out, export=export, seconds=time.monotonic() - started), flush=True)
 
 
 NEXT = """
-done in {seconds:.0f}s. Curves: {run}/curves.png. Drafter: {export}. The store opens with hscache and with plain zarr:
+done in {seconds:.0f}s. Summary: {out}/summary.html. Drafter: {export}. The store opens with hscache and with zarr:
 
     >>> import hscache
     >>> hscache.open("{store}")[0].hidden_states.shape      # bfloat16 [tokens, taps, hidden]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from hscache import __version__
-from hscache.console import Interrupted, duration, emit_json, facts, run_command, say, size
+from hscache.console import Interrupted, duration, emit_json, facts, run_command, say, size, write_json
 
 if TYPE_CHECKING:
     from hscache.store.head import TargetHead
@@ -34,6 +35,8 @@ Manifest = Annotated[Path, typer.Argument(help="Training manifest (TOML).")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: optim.lr=1e-3.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Run, checkpoint, or released drafter.")]
+Plot = Annotated[Path | None, typer.Option(help="Picture to write.", callback=_picture)]
+Figures = Annotated[Path | None, typer.Option("--out", "-o", help="File for all figures, as JSON.")]
 StoreOption = Annotated[Path, typer.Option("--store", help="Store: for the target's embedding and head.")]
 
 
@@ -154,22 +157,19 @@ def eval_(
     samples: Annotated[int | None, typer.Option(min=1, help="Score the first N of them.")] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the drafter.")] = "fp32",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Picture to write.", callback=_picture)] = None,
+    plot: Plot = None,
+    out: Figures = None,
     json: Json = False,
 ) -> None:
     """Score drafters on the cache alone: tau by the serving walk, tau_all, accuracy, DDTree, by tag and position.
 
     Example: hstrain eval runs/demo/drafter --store runs/demo/store
     """
-    from trainer.report import evaluate, plot_evaluation, print_evaluation
+    from trainer.plot import plot_evaluation
+    from trainer.report import evaluate, print_evaluation
 
     found = evaluate(checkpoints, store, held_out=held_out, samples=samples, precision=precision, device=device)
-    if json:
-        emit_json(found)
-    else:
-        print_evaluation(found)
-    if plot is not None:
-        plot_evaluation(found, plot)
+    _show(found, print_evaluation, plot_evaluation, plot=plot, out=out, json=json)
 
 
 @app.command()
@@ -187,6 +187,8 @@ def speculate(
     limit: Annotated[int | None, typer.Option(min=1, help="First N prompts of each file.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    plot: Plot = None,
+    out: Figures = None,
     json: Json = False,
 ) -> None:
     """Decode live with the target, with the drafter and without: tau, tokens/s, and whether the text is the same.
@@ -194,6 +196,7 @@ def speculate(
     Example: hstrain speculate runs/demo/drafter --store runs/demo/store --target DIR --prompts prompts.jsonl
     """
     from trainer.live_target import Sampling
+    from trainer.plot import plot_speculation
     from trainer.report import open_drafter
     from trainer.speculate import print_speculation, speculate_prompts
 
@@ -203,10 +206,7 @@ def speculate(
     found = speculate_prompts(
         drafter, head, target, prompts, sampling, tree_size=tree, raw=raw, limit=limit, dtype=dtype, device=device
     )
-    if json:
-        emit_json(found)
-    else:
-        print_speculation(found)
+    _show(found, print_speculation, plot_speculation, plot=plot, out=out, json=json)
     if found["lossless"]["unexplained"]:
         raise typer.Exit(1)
 
@@ -262,6 +262,26 @@ def doctor(
         print_diagnosis(found)
     if any(fact.grave and not fact.same for fact in found):
         raise typer.Exit(1)
+
+
+def _show(
+    found: dict[str, Any],
+    text: Callable[[dict[str, Any]], None],
+    picture: Callable[[dict[str, Any], Path], None],
+    *,
+    plot: Path | None,
+    out: Path | None,
+    json: bool,
+) -> None:
+    """Give figures in every form that was asked for; the file first, since a picture may fail."""
+    if out is not None:
+        write_json(found, out)
+    if json:
+        emit_json(found)
+    else:
+        text(found)
+    if plot is not None:
+        picture(found, plot)
 
 
 def _head(store: Path) -> TargetHead:

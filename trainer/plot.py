@@ -1,13 +1,19 @@
-"""``hstrain plot``: a run's curves as one picture."""
+"""Pictures of a run's curves, of an evaluation, and of live decoding."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hscache.errors import EnvironmentFault, InputError
 from trainer.checkpoint import RunPaths
+from trainer.ddtree import SIZES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -37,13 +43,7 @@ def plot_run(run: Path, out: Path) -> None:
         EnvironmentFault: ``dependency-missing``.
     """
     train, held = read_metrics(run)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentFault(
-            "dependency-missing", "matplotlib is not installed", hint="pip install 'hscache[report]'"
-        ) from error
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = _figure(11, 7)
     loss, tau, slots, wait = figure.subplots(2, 2).flat
     steps = [r["step"] for r in train]
     loss.plot(steps, [r["loss"] for r in train])
@@ -64,3 +64,73 @@ def plot_run(run: Path, out: Path) -> None:
     wait.set(title="waiting for data", xlabel="step", ylabel="% of the time", ylim=(0, None))
     figure.suptitle(str(run))
     figure.savefig(out, dpi=110)
+
+
+def plot_evaluation(found: dict[str, Any], out: Path) -> None:
+    """Draw accuracy by slot, the histogram of walk steps, and tau beside the trees.
+
+    Args:
+        found: From :func:`trainer.report.evaluate`.
+        out: Picture to write.
+
+    Raises:
+        EnvironmentFault: ``dependency-missing``.
+    """
+    figure = _figure(13, 4)
+    slots, steps, trees = figure.subplots(1, 3)
+    rows, width = found["rows"], 0.8 / len(found["rows"])
+    for i, row in enumerate(rows):
+        name = f"{row['checkpoint']} ({row['store']})"
+        slots.plot(range(1, len(row["acc"]) + 1), row["acc"], "o-", label=name)
+        share = np.array(row["histogram"]) / max(sum(row["histogram"]), 1)
+        steps.bar(np.arange(1, len(share) + 1) + (i - (len(rows) - 1) / 2) * width, share, width)
+        trees.plot(["chain", *map(str, SIZES)], [row["tau"], *(row["ddtree"][str(n)] for n in SIZES)], "o-")
+    slots.set(title="accuracy by slot", xlabel="slot", ylim=(0, 1))
+    slots.legend(fontsize="x-small")
+    steps.set(title="tokens a step of the serving walk", xlabel="tokens", ylabel="share of steps")
+    trees.set(title="tau by nodes of the draft tree", xlabel="nodes", ylabel="tokens a step")
+    figure.savefig(out, dpi=110)
+
+
+def plot_speculation(found: dict[str, Any], out: Path) -> None:
+    """Draw the histogram of steps, tau of each prompt, and what a step costs beside what it yields.
+
+    Args:
+        found: From :func:`trainer.speculate.speculate_prompts`.
+        out: Picture to write.
+
+    Raises:
+        EnvironmentFault: ``dependency-missing``.
+    """
+    figure = _figure(13, 4)
+    steps, prompts, cost = figure.subplots(1, 3)
+    accepted = [tokens for entry in found["prompts"] for tokens in entry["accepted"]]
+    share = np.bincount(accepted, minlength=found["block_size"] + 1)[1:] / max(len(accepted), 1)
+    steps.bar(range(1, len(share) + 1), share)
+    steps.set(title="tokens a step", xlabel="tokens", ylabel="share of steps")
+    taus = sorted(entry["tau"] for entry in found["prompts"] if entry["tau"] is not None)
+    prompts.plot(taus, "o-", markersize=3)
+    prompts.set(title="tau by prompt, ascending", xlabel="prompts", ylabel="tokens a step")
+    plain, bottom = found["tokens_per_s"]["plain"], 0.0
+    # without plain decoding to measure by, seconds
+    scale, unit = (plain, "tokens without a drafter") if plain else (1.0, "seconds")
+    for part, seconds in found["step_s"].items():
+        cost.bar(["a step costs"], [seconds * scale], bottom=bottom, label=part)
+        bottom += seconds * scale
+    if plain and found["tau"] is not None:
+        cost.bar(["a step yields"], [found["tau"]], color="0.6")
+    cost.set(title="cost and yield of a step", ylabel=unit)
+    cost.legend()
+    figure.suptitle(f"{found['target']}, {found['dtype']} on {found['device']}")
+    figure.savefig(out, dpi=110)
+
+
+def _figure(width: float, height: float) -> Figure:
+    """Return an empty figure, inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EnvironmentFault(
+            "dependency-missing", "matplotlib is not installed", hint="pip install 'hscache[report]'"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")

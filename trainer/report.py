@@ -1,4 +1,4 @@
-"""``hstrain eval``: checkpoints side by side on held-out samples of one or more stores; tables, JSON and a picture."""
+"""``hstrain eval``: checkpoints side by side on held-out samples of one or more stores, as tables and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import hscache
 from hscache.console import say, table
 from hscache.device import pick_device
-from hscache.errors import ConfigError, EnvironmentFault, InputError
+from hscache.errors import ConfigError, InputError
 from hscache.store.head import TargetHead, load_head
 from hscache.store.layout import StorePaths
 from hscache.store.reader import Store
@@ -142,34 +142,6 @@ def print_evaluation(found: dict[str, Any]) -> None:
             ]
             title = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}[kind]
             table(title, ["drafter", *keys], body, right=range(1, len(keys) + 1))
-
-
-def plot_evaluation(found: dict[str, Any], out: Path) -> None:
-    """Draw accuracy by slot, the histogram of walk steps, and tau beside the trees.
-
-    Raises:
-        EnvironmentFault: ``dependency-missing``.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentFault(
-            "dependency-missing", "matplotlib is not installed", hint="pip install 'hscache[report]'"
-        ) from error
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    slots, steps, trees = figure.subplots(1, 3)
-    rows, width = found["rows"], 0.8 / len(found["rows"])
-    for i, row in enumerate(rows):
-        name = f"{row['checkpoint']} ({row['store']})"
-        slots.plot(range(1, len(row["acc"]) + 1), row["acc"], "o-", label=name)
-        share = np.array(row["histogram"]) / max(sum(row["histogram"]), 1)
-        steps.bar(np.arange(1, len(share) + 1) + (i - (len(rows) - 1) / 2) * width, share, width)
-        trees.plot(["chain", *map(str, SIZES)], [row["tau"], *(row["ddtree"][str(n)] for n in SIZES)], "o-")
-    slots.set(title="accuracy by slot", xlabel="slot", ylim=(0, 1))
-    slots.legend(fontsize="x-small")
-    steps.set(title="tokens a step of the serving walk", xlabel="tokens", ylabel="share of steps")
-    trees.set(title="tau by nodes of the draft tree", xlabel="nodes", ylabel="tokens a step")
-    figure.savefig(out, dpi=110)
 
 
 def _check_target(path: Path, config: DrafterConfig, store: Store) -> None:

@@ -217,7 +217,7 @@ def print_speculation(found: dict[str, Any]) -> None:
         # in tokens of plain decoding: what a step must yield to pay
         parts = {part: seconds * without for part, seconds in found["step_s"].items()}
         shares = ", ".join(f"{part} {share:.2f}" for part, share in parts.items())
-        pairs.append(("a step costs", f"{sum(parts.values()):.2f} tokens without a drafter: {shares}"))
+        pairs.append(("step", f"costs {sum(parts.values()):.2f} tokens without a drafter: {shares}"))
     if lossless["compared"]:
         other = [f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind]]
         apart = f"; parted: {', '.join(other)}" if other else ""
