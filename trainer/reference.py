@@ -105,8 +105,8 @@ def score_reference(
         tree_size: Nodes of a draft tree; None for a chain.
 
     Returns:
-        ``ids`` with the end token, ``anchors``, ``accepted`` and ``streaks`` of the walk, ``ids_from``, ``stable``, and
-        ``parts``: None where our text is the same, else ``position`` in the completion, the ``server``'s token and
+        ``ids`` with the end token, ``finish_reason``, ``anchors``, ``accepted`` and ``streaks`` of the walk,
+        ``ids_from``, ``stable``, and ``parts``: None where our text is the same, else ``position`` in the completion, the ``server``'s token and
         ``ours``, the target's ``top_ids`` and ``top_logits`` there and their ``gap``; None for what is behind an end.
     """
     rows, ids, first = live.prefill([*prompt.ids, *reference.ids]), list(reference.ids), len(prompt.ids)
@@ -124,6 +124,7 @@ def score_reference(
     at = np.cumsum([0, *accepted])[:-1]  # one turn: its anchors are consecutive
     return {
         "ids": ids,
+        "finish_reason": "stop" if reference.stopped else "length",
         "anchors": (first + at).tolist(),
         "accepted": accepted,
         "streaks": kept_N[at].tolist(),
