@@ -106,8 +106,9 @@ def score_reference(
 
     Returns:
         ``ids`` with the end token, ``finish_reason``, ``anchors``, ``accepted`` and ``streaks`` of the walk,
-        ``ids_from``, ``stable``, and ``parts``: None where our text is the same, else ``position`` in the completion, the ``server``'s token and
-        ``ours``, the target's ``top_ids`` and ``top_logits`` there and their ``gap``; None for what is behind an end.
+        ``ids_from``, ``stable``, and ``parts``: None where our text is the same, else ``position`` in the completion,
+        the ``server``'s token and ``ours``, the target's ``top_ids`` and ``top_logits`` there and their ``gap``; None
+        for what is behind an end.
     """
     rows, ids, first = live.prefill([*prompt.ids, *reference.ids]), list(reference.ids), len(prompt.ids)
     if reference.stopped and live.eos_ids:
