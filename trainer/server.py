@@ -28,6 +28,8 @@ REASONS: dict[str, str] = {
 }
 """Why a prompt has no reference."""
 _BLAMES_THE_PROMPT = (400, 413, 422)
+_LLAMA_CPP = {"logprobs": 1, "n_probs": 1, "repeat_penalty": 1.0}
+"""What llama.cpp wants beside OpenAI's fields to say ids; the others would work for log-probabilities in vain."""
 _SHOWN = 300
 """Characters of an answer in a message."""
 
@@ -105,7 +107,7 @@ class Server:
         body: dict[str, Any] = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens}
         # a server's own defaults may hold a penalty, with which temperature 0 is not greedy
         body |= {"temperature": 0, "repetition_penalty": 1.0, "return_token_ids": True, "skip_special_tokens": False}
-        found = self._ask("completions", body | ({"logprobs": 1, "n_probs": 1} if self._llama_cpp else {}))
+        found = self._ask("completions", body | (_LLAMA_CPP if self._llama_cpp else {}))
         choices, usage = found.get("choices"), found.get("usage") or {}
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, dict) or not isinstance(choice.get("text"), str) or not isinstance(usage, dict):
