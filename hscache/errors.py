@@ -23,6 +23,9 @@ CODES: dict[str, str] = {
     "convert-lossy": "a conversion from one lossy codec to another",
     "export-unsupported": "the export's layout cannot hold what was trained",
     "kernel-choice": "a kernel choice or op that does not exist, or that no package implements for this model",
+    "server-url": "the address of a serving engine is none",
+    "server-model": "the serving engine has several models, or none, and no one was named",
+    "reference-sampled": "a reference text is greedy, and sampling was asked for",
     # input
     "corpus-missing": "the corpus does not exist",
     "corpus-format": "the corpus has no known columns, or is no known file type",
@@ -60,6 +63,10 @@ CODES: dict[str, str] = {
     "kernel-device": "a forced kernel cannot run on the model's device",
     "kernel-fixed": "a part of the model has one implementation only, and another one is forced",
     "kernel-wrong-states": "the installed versions compute wrong states for this model",
+    "server-unreachable": "nothing answers at the address of a serving engine, or the connection broke",
+    "server-timeout": "the serving engine took too long to answer",
+    "server-refused": "the serving engine answered with an HTTP status other than 200",
+    "server-answer": "the serving engine's answer is not what OpenAI's API gives, or it could complete no prompt",
     # integrity
     "store-damaged": "a store's file is missing, truncated or altered",
     "sample-digest": "a sample's bytes differ from its digest",

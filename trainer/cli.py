@@ -185,6 +185,15 @@ def speculate(
     tree: Annotated[int | None, typer.Option(min=1, help="Verify a draft tree of so many nodes.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are: no chat template.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="First N prompts of each file.")] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="OpenAI-compatible server whose greedy texts are scored too (vLLM, SGLang, llama.cpp; key from "
+            "OPENAI_API_KEY); walked with --tree as the live text is; not with a --temperature above 0.",
+        ),
+    ] = None,
+    reference_model: Annotated[str | None, typer.Option(help="As that server names it; default: its only one.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     plot: Plot = None,
@@ -198,14 +207,19 @@ def speculate(
     from trainer.live_target import Sampling
     from trainer.plot import plot_speculation
     from trainer.report import open_drafter
+    from trainer.server import Server
     from trainer.speculate import print_speculation, speculate_prompts
 
+    if reference is None and reference_model is not None:
+        raise typer.BadParameter("--reference-model needs --reference")
     head = _head(store)
     drafter, _ = open_drafter(checkpoint, head)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    server = None if reference is None else Server(reference, reference_model)
     found = speculate_prompts(
-        drafter, head, target, prompts, sampling, tree_size=tree, raw=raw, limit=limit, dtype=dtype, device=device
-    )
+        drafter, head, target, prompts, sampling, tree_size=tree, raw=raw, limit=limit, reference=server, dtype=dtype,
+        device=device,
+    )  # fmt: skip
     _show(found, print_speculation, plot_speculation, plot=plot, out=out, json=json)
     if found["lossless"]["unexplained"]:
         raise typer.Exit(1)

@@ -93,7 +93,8 @@ class Draft:
         self.block_size = drafter.config.block_size
         self._drafter = drafter.eval()
         # widened once: TargetHead would do it for every block
-        self._head = replace(head, embed=head.embed.to(device), lm_head=head.lm_head.to(device, torch.float32))
+        self.head = replace(head, embed=head.embed.to(device), lm_head=head.lm_head.to(device, torch.float32))
+        """On the device, in float32."""
         self._context: list[KeyValue] = []
         self._device = device
         self.length = 0
@@ -116,8 +117,8 @@ class Draft:
         """Return the logits of the tokens after the anchor, float32 [B - 1, V]; the anchor follows the context."""
         at, none = torch.tensor([self.length], device=self._device), torch.zeros(1, dtype=torch.long)
         blocks = Blocks(at, none.to(self._device), at, self.block_size, self.length)
-        inputs_BH = block_inputs(torch.tensor([anchor], device=self._device), self._head.embed, self._drafter.config)
-        return self._head.logits(self._drafter.draft(inputs_BH, blocks, self._context)[1:])
+        inputs_BH = block_inputs(torch.tensor([anchor], device=self._device), self.head.embed, self._drafter.config)
+        return self.head.logits(self._drafter.draft(inputs_BH, blocks, self._context)[1:])
 
 
 class _Choice:

@@ -5,6 +5,9 @@ float32 they are. In bf16 a pass over several rows rounds otherwise than one ove
 likely tokens are closer than that, the texts may part: each such place is reported with both pairs of logits, so that
 a tie can be told from a fault.
 
+With a serving engine's own texts as references, the drafter also walks over these, and where ours part from them is
+said; that they do is no fault of ours.
+
 ``tau`` is tokens per step, over all steps of all prompts: what a server would see. It equals the walk over a store's
 samples when these are the same texts.
 """
@@ -19,11 +22,13 @@ from typing import Any, Literal
 import torch
 
 from hscache.console import Progress, facts, say
-from hscache.errors import ConflictError, InputError
+from hscache.errors import ConfigError, ConflictError, InputError
 from hscache.store.head import TargetHead
 from trainer.decode import Decoded, Draft, decode
 from trainer.drafter import Drafter
 from trainer.live_target import LiveTarget, Prompt, Sampling, kernel_path, load_tokenizer, open_target, read_prompts
+from trainer.reference import Reference, fetch_references, first_difference, score_reference
+from trainer.server import Server
 
 _HEAD_ROWS = 64
 _NOISE_FACTOR = 4.0
@@ -40,6 +45,7 @@ def speculate_prompts(
     raw: bool = False,
     limit: int | None = None,
     plain: bool = True,
+    reference: Server | None = None,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     attn_implementation: str = "sdpa",
     device: str | None = None,
@@ -56,20 +62,27 @@ def speculate_prompts(
         raw: Continue texts as they are, without the chat template.
         limit: First N prompts of each file.
         plain: Decode without the drafter too.
+        reference: Serving engine whose greedy texts are scored too.
         dtype: Precision of the target.
         attn_implementation: Of the target, as transformers names it.
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
     Returns:
         JSON-plain: ``prompts`` (one entry each), ``rejected``, ``tau``, ``streaks`` (histogram), ``tokens_per_s``,
-        ``lossless``, ``kernels``, and what was asked for.
+        ``lossless``, ``kernels``, ``reference`` (None without one), and what was asked for.
 
     Raises:
-        ConfigError: ``taps-invalid``.
+        ConfigError: ``taps-invalid``; ``reference-sampled`` for a reference with a temperature above 0.
         ConflictError: ``target-other``.
-        EnvironmentFault: What loading, kernels and rollback raise.
+        EnvironmentFault: What loading, kernels and rollback raise, and ``server-...`` as the server does.
         InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``.
     """
+    if reference is not None and sampling.temperature > 0:
+        raise ConfigError(
+            "reference-sampled",
+            f"temperature {sampling.temperature:g} with a reference, which is greedy text",
+            hint="leave out --temperature or --reference",
+        )
     taps = drafter.config.taps
     opened = open_target(target, taps, dtype=dtype, attn_implementation=attn_implementation, device=device)
     with opened as (live, observation):
@@ -79,6 +92,10 @@ def speculate_prompts(
             live.eos_ids = {tokenizer.eos_token_id}
         draft = Draft(drafter.to(live.device), head, live.device)
         ready, rejected = _ready(live, tokenizer, draft, prompts, sampling, raw=raw, limit=limit)
+        texts: list[Reference | None] = [None] * len(ready)
+        faults: list[dict[str, str]] = []
+        if reference is not None:
+            texts, faults = fetch_references(reference, live, tokenizer, ready, sampling.max_new_tokens)
         # the first pass of everything is slower: kernels are chosen, compiled and tuned
         for side in (draft, None)[: 2 if plain else 1]:
             decode(live, ready[0].ids, dataclasses.replace(sampling, max_new_tokens=3), side, tree_size)
@@ -87,7 +104,11 @@ def speculate_prompts(
             seeded = dataclasses.replace(sampling, seed=sampling.seed * 1_000_003 + place)
             drafted = decode(live, prompt.ids, seeded, draft, tree_size)
             peer = decode(live, prompt.ids, seeded) if plain else None
-            entries.append(_entry(prompt, drafted, peer, greedy=sampling.temperature <= 0))
+            entry = _entry(prompt, drafted, peer, greedy=sampling.temperature <= 0)
+            if (text := texts[place]) is not None:
+                scored = score_reference(live, drafter, draft, prompt, text, peer or drafted, tree_size)
+                entry["reference"] = {**scored, "tau": _mean(scored["accepted"])}
+            entries.append(entry)
             progress.advance(1, f"tau {_tau(entries) or 0:.2f}")
         progress.close()
         return {
@@ -99,6 +120,7 @@ def speculate_prompts(
             "block_size": draft.block_size,
             "tree_size": tree_size,
             **summary(entries),
+            "reference": reference and {**reference_summary(entries, reference), "rejected": faults},
             "rejected": rejected,
             "prompts": entries,
         }
@@ -145,9 +167,8 @@ def difference(drafted: Decoded, peer: Decoded) -> dict[str, Any] | None:
         apart at most at the tokens before, which were equal; ``kind``: ``tie`` without a gap, ``noise`` for one that
         is at most a few times the noise, else ``unexplained``, which is a fault of ours.
     """
-    pairs = zip(drafted.ids, peer.ids, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted.ids), len(peer.ids)))
-    if at == len(drafted.ids) == len(peer.ids):
+    at = first_difference(drafted.ids, peer.ids)
+    if at is None:
         return None
     if at >= min(len(drafted.ids), len(peer.ids)):
         return {"position": at, "kind": "unexplained", "lengths": [len(drafted.ids), len(peer.ids)]}
@@ -165,8 +186,7 @@ def difference(drafted: Decoded, peer: Decoded) -> dict[str, Any] | None:
 
 def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures over all prompts."""
-    streaks = [streak for entry in entries for streak in entry["streaks"]]
-    histogram = [streaks.count(n) for n in range(max(streaks, default=-1) + 1)]
+    histogram = _histogram(entries)
     compared = [entry for entry in entries if entry["lossless"] is not None]
     differing = [entry["difference"]["kind"] for entry in compared if entry["difference"]]
     speeds = {side: _speed(entries, side) for side in ("drafted", "plain")}
@@ -177,12 +197,12 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             tag: _tau([entry for entry in entries if entry["tag"] == tag])
             for tag in sorted({entry["tag"] for entry in entries} - {None})
         },
-        "steps": len(streaks),
+        "steps": sum(histogram),
         "streaks": histogram,
         "tokens_per_s": speeds,
         "speedup": with_drafter / without if with_drafter and without else None,
         "step_s": {
-            part: sum(entry["drafted"]["step_s"][part] for entry in entries) / max(len(streaks), 1)
+            part: sum(entry["drafted"]["step_s"][part] for entry in entries) / max(sum(histogram), 1)
             for part in ("draft", "verify", "keep")
         },
         "lossless": {
@@ -190,6 +210,26 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "equal": len(compared) - len(differing),
             **{kind: differing.count(kind) for kind in ("tie", "noise", "unexplained")},
         },
+    }
+
+
+def reference_summary(entries: Sequence[dict[str, Any]], server: Server) -> dict[str, Any]:
+    """Return the figures over all prompts that have a reference; ``tau_live`` is that of our own texts of the same."""
+    with_one = [entry for entry in entries if entry["reference"] is not None]
+    texts = [entry["reference"] for entry in with_one]
+    histogram = _histogram(texts)
+    return {
+        "url": server.url,
+        "model": server.model,
+        "prompts": len(texts),
+        "tokens": sum(len(text["ids"]) for text in texts),
+        "tau": _tau(texts),
+        "tau_live": _tau(with_one),
+        "steps": sum(histogram),
+        "streaks": histogram,
+        "equal": sum(text["parts"] is None for text in texts),
+        "ids_from": {how: sum(text["ids_from"] == how for text in texts) for how in ("server", "text")},
+        "unstable": sum(not text["stable"] for text in texts),
     }
 
 
@@ -222,10 +262,30 @@ def print_speculation(found: dict[str, Any]) -> None:
         other = [f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind]]
         apart = f"; parted: {', '.join(other)}" if other else ""
         pairs.append(("lossless", f"{lossless['equal']} of {lossless['compared']} texts as without a drafter{apart}"))
+    if found["reference"]:
+        pairs += _reference_facts(found["reference"])
     facts(f"{found['target']}: {found['dtype']} on {found['device']}, {shape}", pairs)
     for entry in found["prompts"]:
         if entry.get("difference"):
             say(f"{entry['id']}: {entry['difference']}")
+        if entry["reference"] and entry["reference"]["parts"]:
+            say(f"{entry['id']}: parts from the reference: {entry['reference']['parts']}")
+    for fault in (found["reference"] or {}).get("rejected", ()):
+        say(f"{fault['id']}: no reference: {fault['reason']}: {fault['detail']}")
+
+
+def _reference_facts(found: dict[str, Any]) -> list[tuple[str, object]]:
+    tau, live = (f"{found[name]:.3f}" if found["steps"] else "none" for name in ("tau", "tau_live"))
+    texts, tokens = found["prompts"], found["tokens"]
+    count = f"{texts} ({len(found['rejected'])} without), {tokens:,} tokens of {found['model']} at {found['url']}"
+    unstable = f"; {found['unstable']} not as prompt and text are tokenized together" if found["unstable"] else ""
+    ids = ", ".join(f"{n} by {how}" for how, n in found["ids_from"].items() if n)
+    return [
+        ("references", count),
+        ("their tau", f"{tau} over {found['steps']:,} steps; {live} live on the same prompts"),
+        ("their ids", ids + unstable),
+        ("their text", f"{found['equal']} of {texts} as the target's own greedy text here"),
+    ]
 
 
 def _ready(
@@ -273,6 +333,7 @@ def _entry(prompt: Prompt, drafted: Decoded, peer: Decoded | None, *, greedy: bo
         "tau": _mean(step.accepted for step in drafted.steps),
         "lossless": apart is None if peer is not None and greedy else None,
         "difference": apart,
+        "reference": None,
     }
     for name, side in (("drafted", drafted), ("plain", peer)):
         entry[name] = side and {"tokens": len(side.ids), "prefill_s": side.prefill_s, "decode_s": side.decode_s}
@@ -285,6 +346,12 @@ def _speed(entries: Sequence[dict[str, Any]], side: str) -> float | None:
     times = [entry[side] for entry in entries if entry[side] is not None and entry[side]["tokens"] > 1]
     seconds = sum(time["decode_s"] for time in times)
     return sum(time["tokens"] - 1 for time in times) / seconds if seconds else None
+
+
+def _histogram(entries: Sequence[dict[str, Any]]) -> list[int]:
+    """Return how many steps had a streak of 0, 1, ..."""
+    streaks = [streak for entry in entries for streak in entry["streaks"]]
+    return [streaks.count(n) for n in range(max(streaks, default=-1) + 1)]
 
 
 def _tau(entries: Sequence[dict[str, Any]]) -> float | None:
