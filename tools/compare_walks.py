@@ -60,14 +60,14 @@ def main() -> None:
     other = sum(not entry["same_text"] for entry in found)
     print(
         f"{len(found)} held-out samples, {args.dtype}: {lists} lists of acceptance lengths are equal, "
-        f"{len(found) - lists} are not ({other} of them because the live text differs); "
+        f"{len(found) - lists} are not; {other} live texts are not the stored ones; "
         f"tau {cached:.4f} from the cache, {live:.4f} live ({live / cached - 1:+.2%})"
     )
     if args.peer:
         same = sum(entry["peer"] == entry["live"] for entry in found)
         print(f"{args.peer}, decoding with our export: {same} of {len(found)} lists are those of our live decoding")
     for entry in found:
-        if not entry["same"]:
+        if "why" in entry:
             print(f"{entry['sample_id']}: {entry['why']}")
         if args.peer and entry["peer"] != entry["live"]:
             print(f"{entry['sample_id']}: {args.peer} {entry['peer']}, live {entry['live']}")
