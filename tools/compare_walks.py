@@ -24,9 +24,9 @@ from hscache.store.head import load_head
 from trainer.data import split
 from trainer.decode import Draft, decode
 from trainer.evaluate import score_sample
+from trainer.importer import open_drafter
 from trainer.live_target import Sampling, open_target
 from trainer.losses import Head
-from trainer.report import open_drafter
 
 
 def main() -> None:
