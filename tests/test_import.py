@@ -170,14 +170,20 @@ def test_import_prints_facts_and_writes_nothing_unasked(
 
 @pytest.mark.parametrize("where", ["both", "top", "nested"])
 def test_import_writes_a_manifest_of_that_drafter(
-    hstrain: Any, little: Little, release: Callable[..., Path], tmp_path: Path, where: str
+    hstrain: Any,
+    little: Little,
+    release: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
 ) -> None:
     def change(content: dict[str, Any]) -> None:
         if where != "both":
             (content["dflash_config"] if where == "top" else content).pop("block_size")
 
     folder, out = release(config=change), tmp_path / "m.toml"
-    answer = hstrain("import", folder, "--store", little.path, "--out", out, "--set", "optim.lr=1e-4", "--json")
+    monkeypatch.chdir(tmp_path)  # the manifest may be used from elsewhere
+    answer = hstrain("import", folder.name, "--store", little.path, "--out", out, "--set", "optim.lr=1e-4", "--json")
     assert (answer.status, answer.json["manifest"]) == (0, str(out))
     assert f"hstrain fit {out} --store {little.path}" in answer.err
     manifest = load_train_manifest(out)

@@ -218,7 +218,7 @@ def check_start(path: Path, found: DrafterConfig, wanted: DrafterConfig) -> None
         raise ConfigError(
             "start-other-shape",
             f"{path}: not the drafter of the manifest and the store: {'; '.join(differing)}",
-            hint=f"hstrain import {path} --store STORE --out MANIFEST writes the manifest of a released drafter",
+            hint="take its shape: hstrain import writes a released drafter's manifest, a run's is in its manifest.json",
         )
 
 
