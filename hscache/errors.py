@@ -22,6 +22,7 @@ CODES: dict[str, str] = {
     "convert-nothing": "a conversion to what the store is already",
     "convert-lossy": "a conversion from one lossy codec to another",
     "export-unsupported": "the export's layout cannot hold what was trained",
+    "start-other-shape": "the drafter to begin from has another shape than the manifest and the store say",
     "kernel-choice": "a kernel choice or op that does not exist, or that no package implements for this model",
     "server-url": "the address of a serving engine is none",
     "server-model": "the serving engine has several models, or none, and no one was named",
@@ -78,7 +79,8 @@ CODES: dict[str, str] = {
     "target-other": "the target is not the one that a drafter was fitted for",
     "store-exists": "the output path holds something that is not this store",
     "export-exists": "the export's path exists already",
-    "run-other-manifest": "the training run was begun with another manifest or store",
+    "run-other-manifest": "the training run was begun with another manifest, store or start",
+    "manifest-exists": "the manifest to write exists already",
     # training
     "not-a-checkpoint": "the path holds no checkpoint of a training run",
     "checkpoint-damaged": "a checkpoint's file is missing or altered",

@@ -13,6 +13,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -156,9 +157,7 @@ def load_toml(path: Path, model: type[M], overrides: Sequence[str] = ()) -> M:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("manifest-syntax", f"{path}: not TOML: {error}") from error
-    for text in overrides:
-        _override(raw, text)
-    return check_fields(raw, model, str(path))
+    return check_fields(raw, model, str(path), overrides)
 
 
 def parse_manifest(raw: Mapping[str, Any], where: str) -> BuildManifest:
@@ -166,19 +165,23 @@ def parse_manifest(raw: Mapping[str, Any], where: str) -> BuildManifest:
     return check_fields(raw, BuildManifest, where)
 
 
-def check_fields(raw: Mapping[str, Any], model: type[M], where: str) -> M:
+def check_fields(raw: Mapping[str, Any], model: type[M], where: str, overrides: Sequence[str] = ()) -> M:
     """Check a mapping against a manifest's fields.
 
     Args:
         raw: What TOML or JSON gave.
         model: The fields.
         where: Named in errors.
+        overrides: ``key.path=value`` strings, applied in order before the check.
 
     Raises:
-        ConfigError: ``manifest-unknown-key`` or ``manifest-value``, for the first fault found.
+        ConfigError: ``manifest-unknown-key`` or ``manifest-value``, for the first fault found; ``set-syntax``.
     """
+    content = deepcopy(dict(raw))
+    for text in overrides:
+        _override(content, text)
     try:
-        return model.model_validate(dict(raw))
+        return model.model_validate(content)
     except ValidationError as error:
         faults = error.errors(include_url=False)
         # an unknown key is the likelier cause when a typo also leaves a required key missing: report it first

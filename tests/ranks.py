@@ -26,7 +26,7 @@ from trainer.step import Trainer
 def first_step(manifest: TrainManifest, store: Path, world: World) -> dict[str, Any]:
     """Do the first step of a run; return what it logs, its gradients and the weights behind it, all whole."""
     trainer = Trainer(manifest, store, world)
-    trainer.calibrate()
+    trainer.begin()
     trainer.distribute()
     found: dict[str, Any] = {}
     scale = step_module.scale_and_clip

@@ -32,14 +32,14 @@ Accept = Callable[[Tensor, list[int]], int]
 """Log-probabilities [K, V] of a block and the turn's tokens behind its anchor -> drafted tokens that are accepted."""
 
 
-def block_of(drafter: Drafter, one: Sample, anchor: int) -> Tensor:
+def block_of(drafter: Drafter, one: Sample, anchor: int, head: Head = HEAD) -> Tensor:
     """Draft one block with a context of its own and return the log-probabilities of its slots, [K, V]."""
     positions = torch.arange(anchor)
     context = drafter.context(one.hidden_states[:anchor], positions)
     blocks = Blocks(torch.tensor([anchor]), torch.tensor([0]), torch.tensor([anchor]), BLOCK, anchor)
-    inputs = block_inputs(one.input_ids[anchor : anchor + 1].long(), HEAD.embed_VH, drafter.config)
+    inputs = block_inputs(one.input_ids[anchor : anchor + 1].long(), head.embed_VH, drafter.config)
     with torch.no_grad():
-        return HEAD.logits(drafter.draft(inputs, blocks, context))[1:].log_softmax(-1)
+        return head.logits(drafter.draft(inputs, blocks, context))[1:].log_softmax(-1)
 
 
 def greedy(logprobs: Tensor, rest: list[int]) -> int:
@@ -193,6 +193,25 @@ def test_more_nodes_accept_more_and_enough_of_them_no_less_than_the_chain(
     few = summarise([score_sample(drafter, HEAD, one) for one in samples[:2]])
     assert summarise(many)["ddtree"]["1057"] >= few["tau"]
     assert few["ddtree"] == {}
+
+
+def test_ties_fall_as_in_live_decoding_however_many_nodes_are_asked_for(
+    drafter: Drafter, samples: list[Sample], scores: list[SampleScore]
+) -> None:
+    """A bf16 head ties often, and which of equal logits comes first in a top-k depends on k."""
+    tied = little_head()
+    tied.lm_head_VH = tied.lm_head_VH.clone()
+    tied.lm_head_VH[8:16] = tied.lm_head_VH[16:24] = tied.lm_head_VH[:8]
+    for one in samples[:3]:
+        found = [score_sample(drafter, tied, one, trees=trees) for trees in ((), (1,), (8,), (16, 64))]
+        anchors, turns = found[0].anchors_N, turns_of(one)
+        for score in found[1:]:
+            assert np.array_equal(score.correct_NK, found[0].correct_NK)
+        for n, at in enumerate(anchors.tolist()):
+            stop = next(stop for start, stop in turns if start <= at < stop)
+            said = block_of(drafter, one, at, tied).argmax(-1).tolist()
+            rest = one.input_ids[at + 1 : stop].tolist()
+            assert found[0].correct_NK[n].tolist() == [k < len(rest) and said[k] == rest[k] for k in range(K)]
 
 
 def test_the_interval_holds_tau_and_is_a_function_of_the_scores(scores: list[SampleScore]) -> None:

@@ -18,7 +18,7 @@ from tests.ranks import first_step, run
 from tests.stores import Little
 from tests.trainers import damage, train_manifest, training_store
 from trainer import masks
-from trainer.checkpoint import RunPaths, load_state
+from trainer.checkpoint import RunPaths, load_drafter, load_state
 from trainer.fit import fit
 from trainer.losses import Kind, Weights
 from trainer.manifest import TrainManifest
@@ -146,14 +146,27 @@ def with_kind(sections: dict[str, Any], parallel: str) -> dict[str, Any]:
     return {**UNCLIPPED, **sections, "run": {**sections.get("run", {}), "parallel": parallel}}
 
 
+def from_start(start: Path, parallel: str) -> dict[str, Any]:
+    return with_kind({"data": {"packs_per_step": 2}, "drafter": {"start": str(start)}}, parallel)
+
+
 @pytest.fixture(scope="module")
 def two(little: Little, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
     """All jobs of two ranks, done by one pair of processes: job -> what each rank found."""
     root = tmp_path_factory.mktemp("two")
     bad = training_store(root / "bad-store")
     damage(bad.path, bad_sample(bad))
+    fit(train_manifest(optim={"max_steps": 3}), little.path, root / "start", device="cpu")
     jobs: list[dict[str, Any]] = []
     for parallel in ("ddp", "fsdp"):
+        jobs.append(
+            {
+                "name": f"{parallel} start",
+                "what": "step",
+                "store": little.path,
+                "sections": from_start(root / "start", parallel),
+            }
+        )
         for name, sections in STEP_JOBS.items():
             jobs.append(
                 {
@@ -244,6 +257,20 @@ def test_two_ranks_take_the_step_of_one(little: Little, two: dict[str, list[Foun
     for key in ("samples", "anchors"):
         assert first["validation"][key] == alone["validation"][key]
     assert first["validation"]["tau"] == pytest.approx(alone["validation"]["tau"], abs=0.1)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_begin_from_the_drafter_that_one_begins_from(
+    little: Little, two: dict[str, list[Found]], parallel: str
+) -> None:
+    start = two["paths"][0]["root"] / "start"
+    alone = first_step(train_manifest(**from_start(start, parallel)), little.path, ALONE)
+    trained, _ = load_drafter(start)
+    for rank in two[f"{parallel} start"]:
+        same_step(rank, alone)
+        for name, weight in trained.state_dict().items():  # one step of a warmup away
+            torch.testing.assert_close(rank["weights"][name], weight, atol=0.02, rtol=0)
+            torch.testing.assert_close(rank["weights"][name], alone["weights"][name], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -24,7 +24,7 @@ from trainer.evaluate import score_store
 from trainer.importer import read_checkpoint
 from trainer.losses import Head
 
-COMMANDS = {"inspect", "config", "fit", "plot", "eval", "speculate", "export", "doctor"}
+COMMANDS = {"inspect", "config", "fit", "plot", "eval", "speculate", "import", "export", "doctor"}
 
 
 pytestmark = pytest.mark.usefixtures("no_disk")

@@ -33,9 +33,9 @@ from trainer.data import split
 from trainer.decode import Decoded, Draft, decode
 from trainer.drafter import Drafter
 from trainer.evaluate import score_sample
+from trainer.importer import open_drafter
 from trainer.live_target import LiveTarget, Sampling, open_target
 from trainer.losses import Head
-from trainer.report import open_drafter
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 ::
 
     RUN/
-      manifest.json               the resolved training manifest and which store it reads; never changed
+      manifest.json               the resolved training manifest, its store and what it began from; never changed
       metrics.jsonl               one line a logged step or validation
       skipped.jsonl               samples that could not be read, if any
       best.json                   the checkpoint with the best validation tau
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,12 +107,29 @@ def store_facts(store: Store) -> dict[str, Any]:
     }
 
 
-def claim_run(paths: RunPaths, document: dict[str, Any]) -> None:
-    """Begin a run, or take up one that was begun with the same manifest and store.
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    """Return a digest of names, types and values; the same for a drafter in whatever files it lies.
+
+    Args:
+        weights: On the CPU.
+    """
+    digest = xxhash.xxh3_128()
+    for name in sorted(weights):
+        tensor = weights[name].detach().contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def claim_run(paths: RunPaths, document: dict[str, Any]) -> dict[str, Any]:
+    """Begin a run, or take up one that was begun with the same manifest, store and start.
 
     Args:
         paths: The run.
-        document: JSON-plain; ``manifest`` and ``store``.
+        document: JSON-plain; ``manifest``, ``store``, and ``start`` unless a checkpoint has made that history.
+
+    Returns:
+        The document on record.
 
     Raises:
         ConflictError: ``run-other-manifest``, naming the fields that differ.
@@ -123,15 +140,17 @@ def claim_run(paths: RunPaths, document: dict[str, Any]) -> None:
         if not paths.manifest.exists():
             with Staging(paths.staging) as staging:
                 replace_file(paths.manifest, text, staging.path)
-            return
-    before = json.loads(paths.manifest.read_bytes())
-    differing = list(_differences(before, json.loads(text)))
+            return document
+    before: dict[str, Any] = json.loads(paths.manifest.read_bytes())
+    now = {"start": before.get("start"), **json.loads(text)}
+    differing = list(_differences(before, now))
     if differing:
         raise ConflictError(
             "run-other-manifest",
             f"{paths.root}: this run was begun otherwise: {'; '.join(differing[:5])}",
-            hint="take another --out, or the old manifest and store",
+            hint="take another --out, or the old manifest, store and start",
         )
+    return before
 
 
 def save_checkpoint(

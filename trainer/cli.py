@@ -204,9 +204,9 @@ def speculate(
 
     Example: hstrain speculate runs/demo/drafter --store runs/demo/store --target DIR --prompts prompts.jsonl
     """
+    from trainer.importer import open_drafter
     from trainer.live_target import Sampling
     from trainer.plot import plot_speculation
-    from trainer.report import open_drafter
     from trainer.server import Server
     from trainer.speculate import print_speculation, speculate_prompts
 
@@ -225,6 +225,31 @@ def speculate(
         raise typer.Exit(1)
 
 
+@app.command(name="import")
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(help="Released drafter: folder with config.json and safetensors.")],
+    store: Annotated[Path, typer.Option("--store", help="Store of its target, with its taps.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Training manifest (TOML) to make, for hstrain fit.")
+    ] = None,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Show what a released drafter is and whether a store fits it, and write the manifest that fine-tunes it.
+
+    Example: hstrain import runs/released --store runs/demo/store --out runs/tune.toml --set optim.lr=1e-4
+    """
+    from trainer.importer import import_drafter
+
+    found = import_drafter(checkpoint, store, out, set_ or ())
+    if json:
+        emit_json(found)
+    else:
+        _print_import(found)
+    if out is not None:
+        say(f"{out}: hstrain fit {out} --store {store} --out RUN goes on training it")
+
+
 @app.command()
 def export(
     checkpoint: Checkpoint,
@@ -241,7 +266,7 @@ def export(
     from dataclasses import asdict
 
     from trainer.export import export_speculators, export_zlab
-    from trainer.report import open_drafter
+    from trainer.importer import open_drafter
 
     head = _head(store)
     drafter, facts = open_drafter(checkpoint, head)
@@ -305,6 +330,27 @@ def _head(store: Path) -> TargetHead:
 
     read_manifest(store)  # a path without a store is told from a damaged one
     return load_head(StorePaths(store).target)
+
+
+def _print_import(found: dict[str, Any]) -> None:
+    shape = found["drafter"]
+    verifier = "" if found["verifier"] is None else f", for {found['verifier']}"
+    window = "no window" if shape["sliding_window"] is None else f"window {shape['sliding_window']:,} tokens"
+    kinds = [kind.removesuffix("_attention") for kind in shape["layer_types"]]
+    pairs: list[tuple[str, object]] = [
+        ("layout", found["layout"] + verifier),
+        ("taps", f"{list(shape['taps'])} of {shape['num_target_layers']} blocks from 0 on; the store has them"),
+        ("block", f"{shape['block_size']}: the anchor and {shape['block_size'] - 1} drafted"),
+        ("mask token", shape["mask_token_id"]),
+        ("layers", f"{len(kinds)}: {', '.join(kinds)}; {window}"),
+        ("widths", f"{shape['hidden_size']:,}, feed-forward {shape['intermediate_size']:,}"),
+        ("heads", f"{shape['num_heads']} of {shape['head_dim']}, {shape['num_kv_heads']} for keys and values"),
+        ("rope", f"theta {shape['rope_theta']:g}, {shape['max_position_embeddings']:,} positions"),
+        ("norms", f"epsilon {shape['rms_norm_eps']:g}"),
+        ("parameters", f"{found['parameters']:,} in {found['tensors']} tensors, {', '.join(found['dtypes'])}"),
+        *(("note", note) for note in found["notes"]),
+    ]
+    facts(f"{found['checkpoint']}: a drafter for {found['store']}", pairs)
 
 
 def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:

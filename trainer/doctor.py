@@ -24,7 +24,7 @@ from hscache.store.layout import StorePaths
 from hscache.store.lossy import WORST_COSINE
 from hscache.store.reader import Store
 from trainer.checkpoint import store_facts
-from trainer.report import open_drafter
+from trainer.importer import open_drafter
 
 _STATES_APART, _NORM_APART = 1e-3, 0.02
 """Mean of 1 - cos over a tap's tokens, and how far its norm may be off, as ``hscache verify --recompute`` has them;
@@ -78,7 +78,7 @@ def diagnose(
     """Return the facts of a drafter, the store that it is evaluated on, and a live target.
 
     Args:
-        checkpoint: As :func:`trainer.report.open_drafter` takes it.
+        checkpoint: As :func:`trainer.importer.open_drafter` takes it.
         store_path: Store.
         target: Checkpoint directory or hub id of the live target; None to leave it out.
         dtype: Precision of the live target.

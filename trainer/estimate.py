@@ -103,7 +103,7 @@ def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = N
     """
     world = World.join(device)
     trainer = Trainer(manifest, store_path, world)
-    trainer.calibrate()
+    trainer.begin()
     trainer.distribute()
     parameters, tensors = count_parameters(trainer.config)
     largest, seconds = (0, 0, 0), []

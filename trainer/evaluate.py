@@ -102,8 +102,8 @@ def score_sample(
         blocks = pack.blocks(config.block_size, backend)
         hidden_NBH = drafter(pack.states_TLH, pack.positions_T, inputs, blocks).unflatten(0, (-1, config.block_size))
         tokens_NK = pack.targets.tokens_NK
-        ids_NKm, logprobs_NKm = _top(hidden_NBH[:, 1:], head, max([1, *trees]))
-        correct.append((ids_NKm[..., 0] == tokens_NK).cpu().numpy())
+        best_NK, ids_NKm, logprobs_NKm = _top(hidden_NBH[:, 1:], head, max([0, *trees]))
+        correct.append((best_NK == tokens_NK).cpu().numpy())
         if trees:
             tree.append(accepted_lengths(ids_NKm.cpu(), logprobs_NKm.cpu(), tokens_NK.cpu(), trees))
     parts = np.concatenate(correct), tuple(trees), np.concatenate(tree)
@@ -203,15 +203,19 @@ def _left(loss_mask: NDArray[np.uint8], anchors: NDArray[np.int64]) -> NDArray[n
     return ends[np.searchsorted(ends, anchors)] - anchors
 
 
-def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and log-probabilities [N, K, m] of the most likely tokens of each slot."""
+def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the token [N, K] that each slot drafts, and ids and log-probabilities [N, K, m] of its most likely ones.
+
+    bf16 logits tie, and which of them a top-k puts first depends on k: what is drafted is their argmax, as in decoding.
+    """
     N, K, _ = hidden_NKH.shape
     rows = max(1, (1 << 22) // head.vocab_size)
-    ids, logprobs = [], []
+    best, ids, logprobs = [], [], []
     for x_RH in hidden_NKH.flatten(0, 1).split(rows):
         logits = head.logits(x_RH)
+        best.append(logits.argmax(-1))
         # the softmax is only wanted where trees weigh one slot's tokens against another's
-        best, which = (logits.log_softmax(-1) if m > 1 else logits).topk(min(m, head.vocab_size), -1)
-        logprobs.append(best)
-        ids.append(which)
-    return torch.cat(ids).view(N, K, -1), torch.cat(logprobs).view(N, K, -1)
+        top = (logits.log_softmax(-1) if m else logits).topk(min(m, head.vocab_size), -1)
+        logprobs.append(top.values)
+        ids.append(top.indices)
+    return torch.cat(best).view(N, K), *(torch.cat(parts).unflatten(0, (N, K)) for parts in (ids, logprobs))

@@ -186,12 +186,21 @@ the target then verifies. It changes how fast the target answers, not what.
 {_serving(layout, config, target, out.name)}
 ## Where it comes from
 
-Trained offline by hstrain from an hscache store of the target's hidden states.
+{_origin(provenance)}
 
 | | |
 |---|---|
 {rows}
 """
+
+
+def _origin(provenance: Mapping[str, Any]) -> str:
+    if "store" not in provenance:
+        return "Written by hstrain from a drafter that it did not train."
+    trained = "offline by hstrain from an hscache store of the target's hidden states."
+    if provenance.get("start"):
+        return f"Fine-tuned from the drafter `{_inline(provenance['start']['path'])}`, {trained}"
+    return f"Trained {trained}"
 
 
 def _inline(value: object) -> str:

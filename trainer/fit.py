@@ -112,11 +112,14 @@ class _Run:
         self.skipped: set[str] = set()
         self.board: Board | None = None
         self.store_facts = ckpt.store_facts(trainer.store)
+        self.start: dict[str, Any] | None = None
 
     def go(self) -> FitReport:
         t, run, started = self.t, self.t.manifest.run, time.monotonic()
+        # a checkpoint has weights of its own: what the run began from need not be there any more
+        begun = {} if self.paths.steps() else {"start": t.begin()}
         if self.main:
-            ckpt.claim_run(self.paths, self._document())
+            self.start = ckpt.claim_run(self.paths, self._document() | begun).get("start")
         t.world.barrier()
         step = self._resume()
         if step == 0:
@@ -165,9 +168,10 @@ class _Run:
         """Begin, or load the newest checkpoint; return the steps done."""
         t, steps = self.t, self.paths.steps()
         if not steps:
-            t.calibrate()
             t.distribute()
             if self.main:
+                if self.start is not None:
+                    say(f"beginning from {self.start['path']}")
                 ckpt.forget_after(self.paths.metrics, -1)
                 ckpt.forget_after(self.paths.skipped, -1)
             return 0
@@ -273,6 +277,7 @@ class _Run:
             taus = [self.report.first_tau, self.report.tau, self.report.best_tau]
             state = {"first_loss": self.first_loss, "skipped": sorted(self.skipped), "taus": taus}
             provenance = {"store": self.store_facts, "manifest": t.manifest.model_dump(mode="json")}
+            provenance |= {"start": self.start} if self.start is not None else {}
             ckpt.save_checkpoint(self.paths, step, weights, t.config, provenance, moments, state)
             ckpt.drop_old(self.paths, t.manifest.run.keep)
         t.world.barrier()

@@ -1,26 +1,36 @@
-"""Read a drafter checkpoint that z-lab, speculators or our own export wrote.
+"""Read a drafter: one of ours, or a checkpoint that z-lab, speculators or our own export wrote.
 
-Its ``config.json`` settles the shape (:mod:`trainer.layouts`), and the weights must be those of that shape, no more and
-no fewer. speculators' files may carry weights of the target as well; with a target at hand they are compared with it,
-without one they are noted. The files are safetensors, whole or in shards; pickles are not opened.
+A released one's ``config.json`` settles the shape (:mod:`trainer.layouts`), and the weights must be those of that
+shape, no more and no fewer. speculators' files may carry weights of the target as well; with a target at hand they are
+compared with it, without one they are noted. The files are safetensors, whole or in shards; pickles are not opened.
+
+``hstrain import`` holds a released drafter against a store, and writes the manifest of a run that goes on training it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import hscache
 from hscache.console import say
-from hscache.errors import InputError, IntegrityError
-from hscache.store.head import TargetHead
+from hscache.errors import ConfigError, ConflictError, InputError, IntegrityError
+from hscache.manifest import check_fields, to_toml
+from hscache.store.durable import disk_errors, write_file
+from hscache.store.head import TargetHead, load_head
+from hscache.store.layout import StorePaths
+from hscache.store.reader import Store
+from trainer.checkpoint import load_drafter, weights_digest
 from trainer.drafter import Drafter, DrafterConfig
 from trainer.layouts import Layout, other_target, read_config
+from trainer.manifest import TrainManifest, check_start, drafter_in, tuning_manifest
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 _OF_TARGET = {
@@ -52,6 +62,111 @@ class Imported:
     tensors: int
     verifier: str | None
     notes: tuple[str, ...]
+
+
+def open_drafter(path: Path, head: TargetHead, *, quiet: bool = False) -> tuple[Drafter, dict[str, Any]]:
+    """Load a drafter of ours or a released one.
+
+    Args:
+        path: A run, one of its checkpoints, or a folder in the z-lab or speculators layout.
+        head: Of the store that it is used with.
+        quiet: Do not print what a released one says of itself.
+
+    Returns:
+        The drafter, in float32 on the CPU, and what is known of it: ``path``, and for one of ours ``provenance``.
+
+    Raises:
+        InputError: ``not-a-checkpoint`` and what :func:`read_checkpoint` raises.
+        IntegrityError: ``checkpoint-damaged``, ``drafter-damaged``.
+    """
+    if (path / CONFIG_FILE).exists():
+        drafter, _ = (read_checkpoint if quiet else import_checkpoint)(path, head)
+        return drafter, {"path": str(path)}
+    return load_drafter(path)
+
+
+def check_store(path: Path, config: DrafterConfig, store: Store) -> None:
+    """Refuse a store of another target, or without a drafter's taps.
+
+    Args:
+        path: Of the drafter, for messages.
+        config: Its shape.
+        store: What it is used with.
+
+    Raises:
+        InputError: ``drafter-other-target``.
+        ConfigError: ``taps-invalid``.
+    """
+    shape = store.manifest["target"]["shape"]
+    pairs = (
+        ("hidden_size", config.hidden_size),
+        ("vocab_size", config.vocab_size),
+        ("num_layers", config.num_target_layers),
+    )
+    for key, ours in pairs:
+        if ours != shape[key]:
+            raise other_target(path, f"its target's {key} is {ours}, that of {store.path} is {shape[key]}")
+    if missing := sorted(set(config.taps) - set(store.taps)):
+        raise ConfigError(
+            "taps-invalid",
+            f"{path} reads taps {list(config.taps)}, of which {store.path} lacks {missing}: it has {list(store.taps)}",
+            hint=f"build a store with states.taps = {list(config.taps)}",
+        )
+
+
+def import_drafter(
+    path: Path, store_path: Path, out: Path | None = None, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Hold a released drafter against a store, and write the manifest of a run that goes on training it.
+
+    The manifest and the store together must give back the shape that was read, every field of it; else nothing is
+    written.
+
+    Args:
+        path: Folder in the z-lab or speculators layout.
+        store_path: A store of its target with its taps.
+        out: TOML file to make; None for none. It names the drafter by its absolute path.
+        overrides: ``key.path=value`` strings for the manifest, but for its drafter.
+
+    Returns:
+        JSON-plain: ``checkpoint``, ``store``, ``layout``, ``verifier``, ``dtypes``, ``notes``, ``parameters``,
+        ``tensors``, ``weights`` (the digest that a run records of its start), ``drafter`` (all of its shape), and
+        ``manifest``, the file that was written.
+
+    Raises:
+        InputError: As :func:`read_checkpoint`; ``not-a-store``.
+        ConfigError: ``taps-invalid``, ``start-other-shape``, and for overrides what
+            :func:`trainer.manifest.load_train_manifest` raises.
+        ConflictError: ``manifest-exists``.
+        IntegrityError: ``drafter-damaged``, ``store-damaged``.
+        EnvironmentFault: ``disk-full``, ``disk-error``.
+    """
+    store = hscache.open(store_path)
+    head = load_head(StorePaths(store_path).target)
+    drafter, found = read_checkpoint(path, head)
+    check_store(path, drafter.config, store)
+    text = to_toml(tuning_manifest(drafter.config, path.absolute(), overrides))
+    again = check_fields(tomllib.loads(text), TrainManifest, str(out or path))
+    check_start(path, drafter.config, drafter_in(again.drafter, store, head))
+    if out is not None:
+        with disk_errors(out):
+            try:
+                write_file(out, text.encode())
+            except FileExistsError:
+                raise ConflictError("manifest-exists", f"{out} exists already", hint="give another file") from None
+    return {
+        "checkpoint": str(path),
+        "store": str(store_path),
+        "layout": found.layout,
+        "verifier": found.verifier,
+        "dtypes": list(found.dtypes),
+        "notes": list(found.notes),
+        "parameters": sum(weight.numel() for weight in drafter.parameters()),
+        "tensors": found.tensors,
+        "weights": weights_digest(drafter.state_dict()),
+        "drafter": asdict(drafter.config),
+        "manifest": None if out is None else str(out),
+    }
 
 
 def import_checkpoint(path: Path, head: TargetHead | None = None) -> tuple[Drafter, Imported]:

@@ -8,13 +8,16 @@ store settles already, the target's shape and the taps, need not be repeated. Ev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
 from hscache.errors import ConfigError
-from hscache.manifest import Section, Taps, load_toml
+from hscache.manifest import Section, Taps, check_fields, load_toml
+from hscache.store.head import TargetHead
+from hscache.store.reader import Store
 from trainer.drafter import DrafterConfig, LayerType
 from trainer.losses import Kind, Weights, default_gamma
 
@@ -50,8 +53,10 @@ class DrafterSpec(Section):
     """Tokens that a sliding layer sees."""
     max_position_embeddings: int = Field(default=32768, gt=0)
     """Written to exports."""
+    start: Annotated[str, Field(min_length=1)] | None = None
+    """Run, checkpoint or released drafter whose weights training begins from (``~`` is expanded); none: random ones."""
     logit_std: Number = Field(default=0.25, ge=0)
-    """Calibrated start: standard deviation of the first logits; 0 starts with norms of one."""
+    """Calibrated random start: standard deviation of the first logits; 0 starts with norms of one."""
 
 
 class DataSpec(Section):
@@ -153,7 +158,34 @@ def load_train_manifest(path: Path, overrides: Sequence[str] = ()) -> TrainManif
     Raises:
         ConfigError: As :func:`hscache.manifest.load_toml`; ``manifest-value`` also for fields that contradict.
     """
-    manifest = load_toml(path, TrainManifest, overrides)
+    return _consistent(load_toml(path, TrainManifest, overrides), str(path))
+
+
+def tuning_manifest(config: DrafterConfig, start: Path, overrides: Sequence[str] = ()) -> TrainManifest:
+    """Return the manifest of a run that goes on training a drafter.
+
+    Args:
+        config: Its shape; what the store does not settle goes into the manifest.
+        start: Where its weights are.
+        overrides: ``key.path=value`` strings for the other sections, applied in order.
+
+    Raises:
+        ConfigError: As :func:`load_train_manifest`; ``start-other-shape`` for an override of the drafter.
+    """
+    shape = {name: value for name, value in asdict(config).items() if name in DrafterSpec.model_fields}
+    raw = {"drafter": {**shape, "start": str(start), "logit_std": 0.0}}
+    manifest = _consistent(check_fields(raw, TrainManifest, str(start), overrides), str(start))
+    if manifest.drafter != check_fields(raw["drafter"], DrafterSpec, str(start)):
+        raise ConfigError(
+            "start-other-shape",
+            f"--set {' '.join(overrides)}: [drafter] is that of {start} and cannot be set",
+            hint="set data, loss, optim and run",
+        )
+    return manifest
+
+
+def _consistent(manifest: TrainManifest, where: str) -> TrainManifest:
+    """Return a manifest whose fields do not contradict one another."""
     drafter = manifest.drafter
     sliding = "sliding_attention" in drafter.layer_types
     faults = {
@@ -165,8 +197,41 @@ def load_train_manifest(path: Path, overrides: Sequence[str] = ()) -> TrainManif
     }
     for fault, found in faults.items():
         if found:
-            raise ConfigError("manifest-value", f"{path}: {fault}", hint="see manifests/README.md for every field")
+            raise ConfigError("manifest-value", f"{where}: {fault}", hint="see manifests/README.md for every field")
     return manifest
+
+
+def check_start(path: Path, found: DrafterConfig, wanted: DrafterConfig) -> None:
+    """Refuse a drafter to begin from that is shaped otherwise.
+
+    Args:
+        path: Where it is.
+        found: Its shape.
+        wanted: What manifest and store say.
+
+    Raises:
+        ConfigError: ``start-other-shape``, naming every field that differs.
+    """
+    theirs, ours = asdict(found), asdict(wanted)
+    differing = [f"{name} is {theirs[name]!r}, expected {ours[name]!r}" for name in ours if theirs[name] != ours[name]]
+    if differing:
+        raise ConfigError(
+            "start-other-shape",
+            f"{path}: not the drafter of the manifest and the store: {'; '.join(differing)}",
+            hint="take its shape: hstrain import writes a released drafter's manifest, a run's is in its manifest.json",
+        )
+
+
+def drafter_in(spec: DrafterSpec, store: Store, head: TargetHead) -> DrafterConfig:
+    """Return the full shape of a drafter for a store; see :func:`drafter_config`."""
+    shape = store.manifest["target"]["shape"]
+    return drafter_config(
+        spec,
+        taps=store.taps,
+        hidden_size=shape["hidden_size"],
+        vocab_size=head.lm_head.shape[0],
+        num_layers=shape["num_layers"],
+    )
 
 
 def drafter_config(

@@ -13,41 +13,18 @@ import torch
 import hscache
 from hscache.console import say, table
 from hscache.device import pick_device
-from hscache.errors import ConfigError, InputError
-from hscache.store.head import TargetHead, load_head
+from hscache.errors import InputError
+from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
 from hscache.store.reader import Store
-from trainer.checkpoint import load_drafter
 from trainer.data import split
 from trainer.ddtree import SIZES
-from trainer.drafter import Drafter, DrafterConfig
 from trainer.evaluate import SampleScore, by_tag, score_store, summarise
-from trainer.importer import CONFIG_FILE, import_checkpoint
-from trainer.layouts import other_target
+from trainer.importer import check_store, open_drafter
 from trainer.losses import Head
 
 POSITIONS = (0, 16, 64, 256, 1024)
 """Where an anchor may lie in its sample's answers, counted in anchors: bounds of the bins."""
-
-
-def open_drafter(path: Path, head: TargetHead) -> tuple[Drafter, dict[str, Any]]:
-    """Load a drafter of ours or a released one.
-
-    Args:
-        path: A run, one of its checkpoints, or a folder in the z-lab or speculators layout.
-        head: Of the store that it is used with.
-
-    Returns:
-        The drafter, and what is known of it: ``path``, and for one of ours ``provenance``.
-
-    Raises:
-        InputError: ``not-a-checkpoint`` and what :func:`trainer.importer.read_checkpoint` raises.
-        IntegrityError: ``checkpoint-damaged``.
-    """
-    if (path / CONFIG_FILE).exists():
-        drafter, _ = import_checkpoint(path, head)
-        return drafter, {"path": str(path)}
-    return load_drafter(path)
 
 
 def evaluate(
@@ -62,7 +39,7 @@ def evaluate(
     """Score checkpoints on the held-out samples of stores.
 
     Args:
-        checkpoints: As :func:`open_drafter` takes them.
+        checkpoints: As :func:`trainer.importer.open_drafter` takes them.
         stores: Complete stores with the drafters' taps.
         held_out: Share of the samples that the split holds out; None for what the first checkpoint was trained with,
             1 for every sample.
@@ -85,10 +62,7 @@ def evaluate(
         head = Head(target, where, dtype)
         for path in checkpoints:
             drafter, facts = open_drafter(path, target)
-            _check_target(path, drafter.config, store)
-            missing = set(drafter.config.taps) - set(store.taps)
-            if missing:
-                raise ConfigError("taps-invalid", f"{path} reads taps {sorted(missing)}, which {store_path} has not")
+            check_store(path, drafter.config, store)
             if held_out is None:
                 held_out = _held_out_of(facts)
             numbers = _numbers(store, held_out, samples)
@@ -142,18 +116,6 @@ def print_evaluation(found: dict[str, Any]) -> None:
             ]
             title = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}[kind]
             table(title, ["drafter", *keys], body, right=range(1, len(keys) + 1))
-
-
-def _check_target(path: Path, config: DrafterConfig, store: Store) -> None:
-    shape = store.manifest["target"]["shape"]
-    pairs = (
-        ("hidden_size", config.hidden_size),
-        ("vocab_size", config.vocab_size),
-        ("num_layers", config.num_target_layers),
-    )
-    for key, ours in pairs:
-        if ours != shape[key]:
-            raise other_target(path, f"its target's {key} is {ours}, that of {store.path} is {shape[key]}")
 
 
 def _held_out_of(facts: dict[str, Any]) -> float:

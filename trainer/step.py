@@ -21,11 +21,13 @@ from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
 from hscache.store.reader import Store
 from trainer.anchors import anchor_candidates, random_of
+from trainer.checkpoint import weights_digest
 from trainer.data import Pack, PackShape, PackStream, Schedule, split
 from trainer.drafter import Drafter, block_inputs, initialise
 from trainer.evaluate import by_tag, score_store, summarise
+from trainer.importer import open_drafter
 from trainer.losses import BlockLoss, Head, head_loss, logit_std
-from trainer.manifest import TrainManifest, drafter_config
+from trainer.manifest import TrainManifest, check_start, drafter_in
 from trainer.masks import Backend
 from trainer.optim import learning_rate, make_optimizers, scale_and_clip, set_learning_rate
 from trainer.parallel import World, accumulating, distribute
@@ -51,14 +53,7 @@ class Trainer:
                 "store-unfinished", f"{store_path}: not all shards are built", hint="run hscache build again"
             )
         head = load_head(StorePaths(store_path).target)
-        shape = self.store.manifest["target"]["shape"]
-        self.config = drafter_config(
-            manifest.drafter,
-            taps=self.store.taps,
-            hidden_size=shape["hidden_size"],
-            vocab_size=head.lm_head.shape[0],
-            num_layers=shape["num_layers"],
-        )
+        self.config = drafter_in(manifest.drafter, self.store, head)
         self.pack_shape = _pack_shape(manifest, self.store, self.config.taps)
         self.train, self.held = split(self.store, manifest.data.validation)
         if overfit:
@@ -104,6 +99,31 @@ class Trainer:
             rank=self.world.rank,
             world=self.world.size,
         )
+
+    def begin(self) -> dict[str, Any] | None:
+        """Take the weights that training begins from: those of ``drafter.start``, or random ones, calibrated.
+
+        Every rank reads them. A run of ours may begin from one that began from another: that is told, too.
+
+        Returns:
+            What the run records of its start, JSON-plain: ``path``, ``weights`` (a digest), and its own ``start``;
+            None for random weights.
+
+        Raises:
+            ConfigError: ``start-other-shape``.
+            InputError: As :func:`trainer.importer.open_drafter`.
+            IntegrityError: As :func:`trainer.importer.open_drafter`.
+        """
+        if self.manifest.drafter.start is None:
+            self.calibrate()
+            return None
+        path = Path(self.manifest.drafter.start).expanduser()
+        drafter, facts = open_drafter(path, load_head(StorePaths(self.store.path).target), quiet=not self.world.main)
+        check_start(path, drafter.config, self.config)
+        weights = drafter.state_dict()
+        self.drafter.load_state_dict(weights)
+        before = facts.get("provenance", {}).get("start")
+        return {"path": facts["path"], "weights": weights_digest(weights), "start": before}
 
     def calibrate(self) -> None:
         """Scale the last norm so that the first logits have the standard deviation that the manifest asks for.
