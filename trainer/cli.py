@@ -187,6 +187,9 @@ def speculate(
     limit: Annotated[int | None, typer.Option(min=1, help="First N prompts of each file.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Let torch references run on a GPU.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Decode live with the target, with the drafter and without: tau, tokens/s, and whether the text is the same.
@@ -201,7 +204,17 @@ def speculate(
     drafter, _ = open_drafter(checkpoint, head)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     found = speculate_prompts(
-        drafter, head, target, prompts, sampling, tree_size=tree, raw=raw, limit=limit, dtype=dtype, device=device
+        drafter,
+        head,
+        target,
+        prompts,
+        sampling,
+        tree_size=tree,
+        raw=raw,
+        limit=limit,
+        dtype=dtype,
+        device=device,
+        allow_fallback=allow_fallback,
     )
     if json:
         emit_json(found)

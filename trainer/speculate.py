@@ -23,7 +23,16 @@ from hscache.errors import ConflictError, InputError
 from hscache.store.head import TargetHead
 from trainer.decode import Decoded, Draft, decode
 from trainer.drafter import Drafter
-from trainer.live_target import LiveTarget, Prompt, Sampling, kernel_path, load_tokenizer, open_target, read_prompts
+from trainer.live_target import (
+    LiveTarget,
+    Prompt,
+    Sampling,
+    kernel_fallback,
+    kernel_path,
+    load_tokenizer,
+    open_target,
+    read_prompts,
+)
 
 _HEAD_ROWS = 64
 _NOISE_FACTOR = 4.0
@@ -43,6 +52,7 @@ def speculate_prompts(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     attn_implementation: str = "sdpa",
     device: str | None = None,
+    allow_fallback: bool = False,
 ) -> dict[str, Any]:
     """Complete prompts with a drafter and without, and report how that went.
 
@@ -59,19 +69,22 @@ def speculate_prompts(
         dtype: Precision of the target.
         attn_implementation: Of the target, as transformers names it.
         device: Such as ``cuda:0``; None for CUDA if there is one.
+        allow_fallback: Decode on a GPU without the kernels that exist for the target, too.
 
     Returns:
         JSON-plain: ``prompts`` (one entry each), ``rejected``, ``tau``, ``streaks`` (histogram), ``tokens_per_s``,
-        ``lossless``, ``kernels``, and what was asked for.
+        ``lossless``, ``kernels``, ``kernel_fallback``, and what was asked for.
 
     Raises:
         ConfigError: ``taps-invalid``.
         ConflictError: ``target-other``.
-        EnvironmentFault: What loading, kernels and rollback raise.
+        EnvironmentFault: ``kernel-fallback``, and what else loading, kernels and rollback raise.
         InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``.
     """
     taps = drafter.config.taps
-    opened = open_target(target, taps, dtype=dtype, attn_implementation=attn_implementation, device=device)
+    opened = open_target(
+        target, taps, dtype=dtype, attn_implementation=attn_implementation, device=device, allow_fallback=allow_fallback
+    )
     with opened as (live, observation):
         check_same_target(live, drafter, head)
         tokenizer = load_tokenizer(live.directory)
@@ -95,6 +108,7 @@ def speculate_prompts(
             "device": str(live.device),
             "dtype": dtype,
             "kernels": kernel_path(observation),
+            "kernel_fallback": kernel_fallback(observation, live),
             "sampling": dataclasses.asdict(sampling),
             "block_size": draft.block_size,
             "tree_size": tree_size,
@@ -215,6 +229,8 @@ def print_speculation(found: dict[str, Any]) -> None:
         apart = f"; parted: {', '.join(other)}" if other else ""
         pairs.append(("lossless", f"{lossless['equal']} of {lossless['compared']} texts as without a drafter{apart}"))
     facts(f"{found['target']}: {found['dtype']} on {found['device']}, {shape}", pairs)
+    if found["kernel_fallback"]:
+        say(f"torch stood in for kernels on this GPU ({found['kernels']}): the speeds are not those of a server")
     for entry in found["prompts"]:
         if entry.get("difference"):
             say(f"{entry['id']}: {entry['difference']}")
