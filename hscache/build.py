@@ -231,7 +231,7 @@ class _Job:
     def _write_target(self, target: LoadedTarget, directory: Path) -> None:
         tensors = {"embed": target.model.get_input_embeddings().weight}  # type: ignore[operator]
         tensors |= {"lm_head": target.head.weight, "norm": target.norm.weight}
-        facts = {name: target.report[name] for name in ("class", "head", "norm_kind", "norm_eps")}
+        facts = {name: target.report[name] for name in ("class", "head", "embed_scale", "norm_kind", "norm_eps")}
         copies = [directory / "config.json", *tokenizer_files(directory)]
         write_target(self._paths.target, self._staging, tensors, {**facts, "shape": target.shape.model_dump()}, copies)
 

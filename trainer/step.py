@@ -58,6 +58,7 @@ class Trainer:
             hidden_size=shape["hidden_size"],
             vocab_size=head.lm_head.shape[0],
             num_layers=shape["num_layers"],
+            embed_scale=head.embed_scale,
         )
         self.pack_shape = _pack_shape(manifest, self.store, self.config.taps)
         self.train, self.held = split(self.store, manifest.data.validation)
