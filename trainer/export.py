@@ -23,7 +23,7 @@ from hscache.store.durable import Staging, disk_errors, publish_directory, write
 from hscache.store.head import TargetHead
 from trainer.drafter import Drafter, DrafterConfig, block_inputs
 from trainer.importer import CONFIG_FILE, WEIGHTS_FILE, read_checkpoint
-from trainer.layouts import Layout, speculators_config, zlab_config
+from trainer.layouts import Layout, other_target, speculators_config, zlab_config
 from trainer.masks import Blocks
 
 Dtype = Literal["bfloat16", "float32"]
@@ -125,7 +125,9 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _read_back(folder: Path, drafter: Drafter, weights: Mapping[str, Tensor], head: TargetHead) -> None:
-    read, _ = read_checkpoint(folder, head)
+    read, facts = read_checkpoint(folder, head)
+    if facts.apart:
+        raise other_target(folder, "; ".join(facts.apart.values()))
     if read.config != drafter.config:
         raise _differs(folder, f"config {read.config}, exported {drafter.config}")
     for name, tensor in read.state_dict().items():
@@ -179,7 +181,7 @@ the target then verifies. It changes how fast the target answers, not what.
 | block | {config.block_size}: the last known token and {slots} drafted |
 | mask token | {config.mask_token_id} |
 | layers | {config.num_layers}, {sliding} of them with sliding attention{window} |
-| weights | {dtype}; embedding and head are the target's |
+| weights | {dtype}; embedding and head are the target's |{_scaled(config)}
 
 ## Serving
 
@@ -192,6 +194,15 @@ Trained offline by hstrain from an hscache store of the target's hidden states.
 |---|---|
 {rows}
 """
+
+
+def _scaled(config: DrafterConfig) -> str:
+    if config.embed_scale == 1:
+        return ""
+    return (
+        f"\n| block input | the embedding's rows times {config.embed_scale:g} (`input_embedding_scale`); an engine "
+        "that feeds the rows as they are, or multiplies twice, accepts fewer tokens |"
+    )
 
 
 def _inline(value: object) -> str:

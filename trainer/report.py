@@ -30,23 +30,25 @@ POSITIONS = (0, 16, 64, 256, 1024)
 """Where an anchor may lie in its sample's answers, counted in anchors: bounds of the bins."""
 
 
-def open_drafter(path: Path, head: TargetHead) -> tuple[Drafter, dict[str, Any]]:
+def open_drafter(path: Path, head: TargetHead, *, any_target: bool = False) -> tuple[Drafter, dict[str, Any]]:
     """Load a drafter of ours or a released one.
 
     Args:
         path: A run, one of its checkpoints, or a folder in the z-lab or speculators layout.
         head: Of the store that it is used with.
+        any_target: Take a released drafter that is not for this target, too.
 
     Returns:
-        The drafter, and what is known of it: ``path``, and for one of ours ``provenance``.
+        The drafter, and what is known of it: ``path``; for one of ours ``provenance``, for a released one ``imported``,
+        an :class:`trainer.importer.Imported`.
 
     Raises:
-        InputError: ``not-a-checkpoint`` and what :func:`trainer.importer.read_checkpoint` raises.
+        InputError: ``not-a-checkpoint`` and what :func:`trainer.importer.import_checkpoint` raises.
         IntegrityError: ``checkpoint-damaged``.
     """
     if (path / CONFIG_FILE).exists():
-        drafter, _ = import_checkpoint(path, head)
-        return drafter, {"path": str(path)}
+        drafter, imported = import_checkpoint(path, head, any_target=any_target)
+        return drafter, {"path": str(path), "imported": imported}
     return load_drafter(path)
 
 
