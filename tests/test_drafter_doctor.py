@@ -258,6 +258,14 @@ def test_a_copy_of_the_target_elsewhere_is_the_same(hybrid: Hybrid, tmp_path: Pa
     assert differing(live(hybrid, tmp_path / "copy")) == []
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_torch_in_place_of_kernels_on_a_gpu_is_a_finding(hybrid: Hybrid) -> None:
+    facts = live(hybrid)
+    assert differing(facts) == ["kernel path"]
+    assert by_name(facts, "kernel path").grave
+    assert str(by_name(facts, "kernel path").live).endswith(": a fallback on this GPU")
+
+
 def test_bf16_is_a_remark(hybrid: Hybrid) -> None:
     facts = diagnose(hybrid.run, hybrid.store, target=str(TINY_HYBRID), dtype="bfloat16", device="cpu")
     assert differing(facts) == ["target precision"]

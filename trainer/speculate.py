@@ -103,12 +103,14 @@ def speculate_prompts(
             entries.append(_entry(prompt, drafted, peer, greedy=sampling.temperature <= 0))
             progress.advance(1, f"tau {_tau(entries) or 0:.2f}")
         progress.close()
+        if fallback := kernel_fallback(observation, live):
+            say(f"torch stood in for kernels on this GPU ({kernel_path(observation)}): no server is so slow")
         return {
             "target": target,
             "device": str(live.device),
             "dtype": dtype,
             "kernels": kernel_path(observation),
-            "kernel_fallback": kernel_fallback(observation, live),
+            "kernel_fallback": fallback,
             "sampling": dataclasses.asdict(sampling),
             "block_size": draft.block_size,
             "tree_size": tree_size,
@@ -229,8 +231,6 @@ def print_speculation(found: dict[str, Any]) -> None:
         apart = f"; parted: {', '.join(other)}" if other else ""
         pairs.append(("lossless", f"{lossless['equal']} of {lossless['compared']} texts as without a drafter{apart}"))
     facts(f"{found['target']}: {found['dtype']} on {found['device']}, {shape}", pairs)
-    if found["kernel_fallback"]:
-        say(f"torch stood in for kernels on this GPU ({found['kernels']}): the speeds are not those of a server")
     for entry in found["prompts"]:
         if entry.get("difference"):
             say(f"{entry['id']}: {entry['difference']}")

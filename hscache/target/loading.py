@@ -35,6 +35,8 @@ _SCALES = (
 )  # fmt: skip
 """Config fields that scale logits, and the power in which they do: Cohere, Granite, HyperCLOVA X, Falcon-H1, ..."""
 _SOFTCAPS = (("final_logit_softcapping", 1), ("logits_soft_cap", 1))
+_EMBED_SCALES = (("embedding_multiplier", 1), ("scale_emb", 1), ("hidden_size", 0.5))
+"""Config fields that scale embeddings: Granite and Falcon-H1, MiniCPM, Gemma."""
 _OTHER_PARTS = re.compile(r"(^|[._])(mtp|visual|vision|image|video|audio)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -243,16 +245,18 @@ def _probe(
 def _embed_scale(model: nn.Module, ids: torch.Tensor, entered: torch.Tensor | None) -> float | None:
     """Return the factor between the embedding's rows of ids [1, T] and what the first block read of them.
 
-    Gemma rounds its factor to the embedding's type, others multiply with the number of the config: of the measured
-    factor as it is and as rounded, the one is taken that gives the target's numbers back most closely. None where the
-    rows are not simply multiplied: another norm, or positions added to them.
+    The measured factor is exact but for rounding. Where the config has it, as it is or rounded to the embedding's type
+    as Gemma does, that number gives the target's own back bit by bit, and is taken. None where the rows are not simply
+    multiplied: normed, or with positions added.
     """
     get_embedding: Any = model.get_input_embeddings
     rows = get_embedding().weight[ids]
     if entered is None or entered.shape != rows.shape:
         return None
+    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     measured = float((entered.double() * rows.double()).sum() / rows.double().square().sum())
-    factors = (float(torch.tensor(measured, dtype=rows.dtype)), measured)
+    exact = (measured, *_declared(text, _EMBED_SCALES))
+    factors = [factor for x in exact for factor in (float(torch.tensor(x, dtype=rows.dtype)), x)]
     errors = [float((rows * factor - entered).abs().max()) for factor in factors]
     best = factors[errors.index(min(errors))]
     return best if torch.allclose(rows * best, entered, rtol=0.02, atol=1e-6) else None
@@ -280,7 +284,7 @@ def _head_relation(model: nn.Module, head: nn.Module, final: torch.Tensor, logit
     )
 
 
-def _declared(config: Any, names: Sequence[tuple[str, int]]) -> list[float]:
+def _declared(config: Any, names: Sequence[tuple[str, float]]) -> list[float]:
     """Return the numbers that a config gives for these fields, each to the power beside its name."""
     found = [(getattr(config, name, None), power) for name, power in names]
     return [float(value) ** power for value, power in found if isinstance(value, int | float) and value]
