@@ -18,12 +18,13 @@ from torch import Tensor
 import hscache
 from hscache.build import build
 from hscache.console import say
+from hscache.errors import ConflictError
 from hscache.manifest import parse_manifest
 from hscache.store.head import load_head
 from hscache.target import loading
 from hscache.verify import verify
 from tests.live import PROMPT
-from tests.trainers import train_manifest
+from tests.trainers import train_manifest, training_store
 from trainer.checkpoint import load_drafter
 from trainer.decode import Draft, decode
 from trainer.drafter import block_inputs
@@ -128,6 +129,19 @@ def test_a_target_that_does_something_else_is_told_and_its_rows_are_read_as_they
     assert head.embed_scale == 1.0
     assert len(told) == 1
     assert "Qwen3ForCausalLM: the first block reads no multiple" in told[0]
+
+
+def test_a_run_begun_on_raw_rows_does_not_go_on_with_scaled_ones(tmp_path: Path) -> None:
+    """The same store, built again by a version that measures the factor."""
+    manifest = train_manifest(data={"validation": 0.0}, optim={"max_steps": 1})
+    fit(manifest, training_store(tmp_path / "before").path, tmp_path / "run", device="cpu")
+    again = training_store(tmp_path / "again", says={"embed_scale": 1.0}).path
+    fit(manifest, again, tmp_path / "run", device="cpu")
+    scaled = training_store(tmp_path / "scaled", says={"embed_scale": 8.0}).path
+    with pytest.raises(ConflictError) as caught:
+        fit(manifest, scaled, tmp_path / "run", device="cpu")
+    assert caught.value.code == "run-other-manifest"
+    assert "store.embed_scale was None, is 8.0" in caught.value.message
 
 
 def test_the_walk_from_the_cache_is_live_decoding_where_embeddings_are_scaled(
