@@ -231,7 +231,7 @@ class _Job:
     def _write_target(self, target: LoadedTarget, directory: Path) -> None:
         tensors = {"embed": target.model.get_input_embeddings().weight}  # type: ignore[operator]
         tensors |= {"lm_head": target.head.weight, "norm": target.norm.weight}
-        facts = {name: target.report[name] for name in ("class", "head", "norm_kind", "norm_eps")}
+        facts = {name: target.report[name] for name in ("class", "head", "embed_scale", "norm_kind", "norm_eps")}
         copies = [directory / "config.json", *tokenizer_files(directory)]
         write_target(self._paths.target, self._staging, tensors, {**facts, "shape": target.shape.model_dump()}, copies)
 
@@ -239,21 +239,15 @@ class _Job:
         """Refuse a fallback on a GPU, and a path other than that of the committed shards."""
         from hscache.target.kernel_path import describe_path
         from hscache.target.kernels import planned_records
-        from hscache.target.provenance import context, kernels
+        from hscache.target.provenance import context, kernels, refuse_fallback
 
         records = planned_records(target.model, self._kernels.choice)
-        path = describe_path(records)
-        fallback = self._kernels.choice == "auto" and path.kind in ("torch", "mixed", "unknown")
-        if fallback and target.device.type == "cuda" and not self._kernels.allow_fallback:
-            raise EnvironmentFault(
-                "kernel-fallback",
-                f"on this GPU the target's kernels would be {path}",
-                hint=f"hscache doctor --target {self._manifest.target.path} says why; --allow-fallback goes on",
-            )
+        if self._kernels.choice == "auto" and not self._kernels.allow_fallback:
+            refuse_fallback(records, target.device, self._manifest.target.path)
         self._device = target.device
         self._context = context(target.device, target.report)
         here = {**self._context, "kernels": kernels(records, target.device)}
-        say(f"kernel path: {path}")
+        say(f"kernel path: {describe_path(records)}")
         for shard in committed_shards(self._paths.root):
             there = read_shard(self._paths.shard(shard), whole=True)["provenance"]
             made = there["kernels"]

@@ -37,6 +37,16 @@ def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge the kernels that run here as if the device were a GPU."""
+    from hscache.target import kernel_path, provenance
+    from trainer import live_target
+
+    for module in (provenance, live_target):
+        monkeypatch.setattr(module, "is_fallback", lambda records, _: kernel_path.is_fallback(records, "cuda"))
+
+
+@pytest.fixture
 def hstrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
     """Return a function that runs ``hstrain ARGUMENTS`` in this process."""
     from trainer.cli import main

@@ -71,8 +71,11 @@ def head_of(target: LiveTarget) -> TargetHead:
     """Return what a store's ``target/`` would hold of a target."""
     embed = target.loaded.model.get_input_embeddings().weight
     relation = target.loaded.relation
-    relation_facts = {"scale": relation.scale, "softcap": relation.softcap}
-    facts = {"head": relation_facts, "shape": target.loaded.shape.model_dump()}
+    facts = {
+        "head": {"scale": relation.scale, "softcap": relation.softcap},
+        "embed_scale": target.loaded.embed_scale,
+        "shape": target.loaded.shape.model_dump(),
+    }
     return TargetHead(embed, target.loaded.head.weight, target.loaded.norm.weight, facts)
 
 
@@ -83,7 +86,7 @@ def random_drafter(target: LiveTarget, *, block_size: int = 6, seed: int = 0) ->
         hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, taps=target.taps,
         num_target_layers=shape.num_layers, layer_types=("sliding_attention", "full_attention"),
         intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16, block_size=block_size, mask_token_id=1,
-        sliding_window=12,
+        sliding_window=12, embed_scale=head_of(target).embed_scale,
     )  # fmt: skip
     drafter = Drafter(config)
     initialise(drafter, seed)

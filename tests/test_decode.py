@@ -158,7 +158,7 @@ def test_a_grown_context_drafts_as_one_pass_over_it(target):
         draft.extend(states[first:last])
     n = len(PROMPT)
     blocks = Blocks(torch.tensor([n]), torch.tensor([0]), torch.tensor([n]), B, n)
-    inputs = head.embed[torch.tensor([42, *[drafter.config.mask_token_id] * (B - 1)])]
+    inputs = head.embed[torch.tensor([42, *[drafter.config.mask_token_id] * (B - 1)])] * head.embed_scale
     once = head.logits(drafter(states.bfloat16(), torch.arange(n), inputs, blocks))[1:]
     torch.testing.assert_close(draft.propose(42), once, atol=1e-5, rtol=1e-5)
 

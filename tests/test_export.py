@@ -108,6 +108,29 @@ def test_speculators_cannot_say_that_logits_are_capped(tmp_path: Path) -> None:
     assert caught.value.code == "export-unsupported"
 
 
+def test_the_scale_of_the_embedding_goes_out_and_comes_back(tmp_path: Path) -> None:
+    drafter, head = drafters.drafter(embed_scale=59.75), drafters.head()
+    head.facts["embed_scale"] = 59.75
+    export_zlab(drafter, head, tmp_path / "out", provenance=FACTS)
+    assert read(tmp_path / "out")["dflash_config"]["input_embedding_scale"] == 59.75
+    assert import_checkpoint(tmp_path / "out", head)[0].config == drafter.config
+    assert "the embedding's rows times 59.75" in (tmp_path / "out/README.md").read_text()
+    with pytest.raises(ConfigError) as caught:
+        export_speculators(drafter, head, tmp_path / "theirs", provenance=FACTS)
+    assert caught.value.code == "export-unsupported"
+
+
+def test_without_a_scale_the_rows_are_read_as_they_are_and_a_note_says_so(tmp_path: Path) -> None:
+    export_zlab(drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
+    assert "input_embedding_scale" not in (tmp_path / "out/config.json").read_text()
+    assert "times" not in (tmp_path / "out/README.md").read_text()
+    head = drafters.head()
+    head.facts["embed_scale"] = 8.0
+    drafter, facts = import_checkpoint(tmp_path / "out", head)
+    assert drafter.config.embed_scale == 1.0
+    assert [note for note in facts.notes if "multiplies its embeddings by 8" in note] == list(facts.notes) != []
+
+
 @pytest.mark.parametrize("what", ["weight", "config"])
 def test_what_reads_back_as_another_drafter_gets_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -228,7 +251,6 @@ UNSUPPORTED: dict[str, tuple[str, str, Callable[[dict[str, Any]], object]]] = {
     })),
     "a key that nobody here knows": ("zlab", "mixed", lambda c: c["dflash_config"].update(selector_rank=4)),
     "sinks": ("zlab", "mixed", lambda c: c["dflash_config"].update(attention_sink_bias=True)),
-    "scaled embeddings": ("zlab", "mixed", lambda c: c["dflash_config"].update(input_embedding_scale=8.0)),
     "quantised": ("zlab", "mixed", lambda c: c.update(quantization_config={"bits": 4})),
     "tap of the embedding": ("speculators", "mixed", lambda c: c.update(aux_hidden_state_layer_ids=[0, 1, 2])),
     "tap of the last block": ("zlab", "mixed", lambda c: c["dflash_config"].update(target_layer_ids=[0, 1, 3])),
@@ -257,6 +279,12 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "window says two things": ("zlab", lambda c: c["dflash_config"].update(swa_window_size=12)),
     "layers do not add up": ("zlab", lambda c: c.update(num_hidden_layers=4)),
     "no layer config": ("speculators", lambda c: c.pop("transformer_layer_config")),
+    "embeddings times nothing": ("zlab", lambda c: c["dflash_config"].update(input_embedding_scale=0)),
+    "embeddings times a word": ("zlab", lambda c: c["dflash_config"].update(input_embedding_scale="8")),
+    "embeddings times two things": (
+        "zlab",
+        lambda c: [c.update(input_embedding_scale=8), c["dflash_config"].update(input_embedding_scale=4)],
+    ),
     "heads do not share evenly": ("zlab", lambda c: c.update(num_key_value_heads=3)),
 }
 

@@ -101,6 +101,7 @@ def shapes(draw: st.DrawFn) -> DrafterConfig:
         "rms_norm_eps": draw(st.floats(1e-12, 1e-2)),
         "sliding_window": draw(st.integers(1, 1 << 16)) if "sliding_attention" in kinds else None,
         "max_position_embeddings": draw(whole),
+        "embed_scale": draw(st.floats(0.01, 100)),
     }
     assert fields.keys() == {field.name for field in dataclasses.fields(DrafterConfig)}
     return DrafterConfig(**fields)
@@ -108,21 +109,24 @@ def shapes(draw: st.DrawFn) -> DrafterConfig:
 
 @given(shapes(), st.sampled_from(["zlab", "speculators"]))
 def test_a_shape_comes_through_config_and_manifest_whole(config: DrafterConfig, layout: Layout) -> None:
+    if layout == "speculators":  # has no place for one
+        config = dataclasses.replace(config, embed_scale=1.0)
     target = {
         "num_layers": config.num_target_layers, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
     }  # fmt: skip
     facts = {"shape": target, "head": {"scale": 1.0, "softcap": None}, "class": "LittleForCausalLM"}
+    facts["embed_scale"] = config.embed_scale
     head = TargetHead(torch.ones(1), torch.ones(1), torch.ones(1), facts)
     if layout == "zlab":
         written = zlab_config(config, head, "bfloat16")
     else:
         written = speculators_config(config, head, "bfloat16", "little")
-    _, read, _ = read_config(Path("theirs"), json.loads(json.dumps(written)), head)
-    text = to_toml(tuning_manifest(read, Path('/a "b"')))
+    read = read_config(Path("theirs"), json.loads(json.dumps(written)), head)
+    text = to_toml(tuning_manifest(read.config, Path('/a "b"')))
     spec = check_fields(tomllib.loads(text), TrainManifest, "test").drafter
     assert spec.start == '/a "b"'
     # a store may have more taps than the drafter reads
-    assert drafter_config(spec, taps=range(config.num_target_layers), **target) == config
+    assert drafter_config(spec, taps=range(config.num_target_layers), **target, embed_scale=head.embed_scale) == config
 
 
 def test_a_shape_that_the_manifest_would_lose_is_refused(

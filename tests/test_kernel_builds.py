@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from hscache.build import build
+from hscache.build import KernelPolicy, build
 from hscache.errors import EnvironmentFault
 from hscache.manifest import load_manifest
 from hscache.store.durable import Staging
@@ -122,6 +122,19 @@ def test_a_build_with_causal_conv1d_alone_is_mixed_the_other_way_round(manifest:
     path = f"mixed ({CONV_OP}: causal_conv1d, {CHUNK}: torch)"
     assert got["bound"] == [path, "1.6.0", ["causal_conv1d:causal_conv1d_fn"] * 6]
     assert got["auto"][0] == f"torch ({CONV_OP}: torch, {CHUNK}: torch)"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_fallback_on_a_gpu_is_refused_unless_allowed(manifest: Path, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault) as caught:
+        build(load_manifest(manifest), tmp_path / "store", device="cpu")
+    assert caught.value.code == "kernel-fallback"
+    assert f"torch ({CONV_OP}: torch, {CHUNK}: torch)" in caught.value.message
+    assert committed_shards(tmp_path / "store") == []
+    for policy in (KernelPolicy(allow_fallback=True), KernelPolicy("torch")):
+        out = tmp_path / f"{policy.choice}"
+        build(load_manifest(manifest), out, device="cpu", kernels=policy)
+        assert len(committed_shards(out)) == SHARDS
 
 
 def test_a_layer_whose_ops_never_ran_stops_the_build(

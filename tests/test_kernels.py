@@ -21,7 +21,7 @@ from hscache.errors import ConfigError, EnvironmentFault
 from hscache.target import kernel_guards
 from hscache.target.kernel_compare import LIMITS, _Sums, compare_local, first_divergence
 from hscache.target.kernel_guards import environment, fla_backends, fla_breaks_grouped_heads, version_findings
-from hscache.target.kernel_path import check_calls, describe_path, kernel_path_id
+from hscache.target.kernel_path import check_calls, describe_path, is_fallback, kernel_path_id
 from hscache.target.kernel_sites import KernelRecord, find_sites
 from hscache.target.kernels import observe_kernels, planned_records
 from tests.fakes import CONV, WRONG_HEADS, fake, fake_fla, fla_source, run_python
@@ -582,6 +582,28 @@ def test_fake_conv_makes_a_mixed_path_named_per_op(tmp_path: Path) -> None:
         "path": mixed, "findings": 0, "calls": [1, 1, 1], "same": True, "auto": True, "ids": 2, "on_gpu": mixed,
         "compared": ["causal_conv1d_fn"] * 3,
     }  # fmt: skip
+
+
+def test_a_fallback_is_torch_on_a_gpu_where_a_model_has_kernels(tmp_path: Path) -> None:
+    packages = {"none": (), "conv": ("causal_conv1d",), "both": ("causal_conv1d", "fla")}
+    for name, installed in packages.items():
+        if "causal_conv1d" in installed:
+            fake(tmp_path / name, "causal_conv1d", CONV, version="1.6.0", dists=("causal-conv1d",))
+        if "fla" in installed:
+            fake_fla(tmp_path / name, fla_source())
+        got = run_python(
+            tmp_path / name,
+            """
+            from hscache.target.kernel_path import is_fallback
+            models = {"hybrid": tiny_targets.qwen3_5(num_hidden_layers=4), "dense": tiny_targets.llama()}
+            found = {kind: [is_fallback(planned_records(model, device=device), device) for device in ("cuda", "cpu")]
+                     for kind, model in models.items()}
+            print(json.dumps(found))
+            """,
+        )
+        assert got == {"hybrid": [name != "both", False], "dense": [False, False]}, name
+    part = types.SimpleNamespace(phase="prefill", op="x", implementation="unknown")
+    assert is_fallback([part], "cuda")  # type: ignore[list-item]
 
 
 def test_fake_fla_is_observed_and_its_scale_shows(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM, {"head_dim": 16}),
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM, {"logits_scaling": 8.0}),
+    "hyperclovax": (transformers.HyperCLOVAXConfig, transformers.HyperCLOVAXForCausalLM, {"logits_scaling": 4.0}),
     "cohere": (transformers.CohereConfig, transformers.CohereForCausalLM, {"logit_scale": 0.0625}),
     "phi": (transformers.PhiConfig, transformers.PhiForCausalLM, {}),
     "stablelm": (transformers.StableLmConfig, transformers.StableLmForCausalLM, {}),
@@ -271,6 +272,7 @@ def store(target: Path, out: Path, corpus: Path, attn: str = "sdpa") -> hscache.
     [
         ("gemma2", HeadRelation(1.0, 30.0), "1+w"),
         ("granite", HeadRelation(0.125, None), "w"),
+        ("hyperclovax", HeadRelation(4.0, None), "w"),
         ("cohere", HeadRelation(0.0625, None), "other"),
         ("llama", HeadRelation(), "w"),
         ("qwen3_5_vlm", HeadRelation(), "1+w"),

@@ -151,6 +151,24 @@ def test_figures_go_to_a_file_a_picture_and_one_page(hstrain: Any, hybrid: Hybri
     assert page.count("data:image/png;base64,iVBORw") == 3
 
 
+def test_without_a_gpu_torch_is_no_fallback(hstrain: Any, at: list[object]) -> None:
+    answer = hstrain("speculate", *at, "--limit", 1, "--max-new-tokens", 2, "--json")
+    assert answer.json["kernel_fallback"] is False
+    assert "torch stood in" not in answer.err
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_fallback_on_a_gpu_is_refused_unless_allowed_and_said(hstrain: Any, at: list[object]) -> None:
+    short = ("--limit", 1, "--max-new-tokens", 2, "--json")
+    answer = hstrain("speculate", *at, *short)
+    assert (answer.status, answer.out, answer.code) == (3, "", "kernel-fallback")
+    assert "--allow-fallback" in answer.err
+    answer = hstrain("speculate", *at, *short, "--allow-fallback")
+    assert answer.status == 0
+    assert answer.json["kernel_fallback"] is True
+    assert "torch stood in for kernels on this GPU (torch (causal_conv1d_fn: torch" in answer.err
+
+
 def test_speculate_with_a_tree_by_chance(hstrain: Any, at: list[object]) -> None:
     chance = ("--limit", 1, "--max-new-tokens", 5, "--tree", 3, "--temperature", 0.8, "--top-p", 0.9)
     texts = []

@@ -92,7 +92,10 @@ def store_facts(store: Store) -> dict[str, Any]:
         store.manifest["manifest"],
         json.loads((StorePaths(store.path).target / "target.json").read_bytes()),
     )
+    # left out where it changes nothing: runs begun before it was known go on
+    scale = target.get("embed_scale") or 1.0
     return {
+        **({} if scale == 1.0 else {"embed_scale": scale}),
         "digest": store.manifest["digest"],
         "target": manifest["target"]["path"],
         "weights": store.manifest["target"]["weights"],

@@ -196,6 +196,9 @@ def speculate(
     reference_model: Annotated[str | None, typer.Option(help="As that server names it; default: its only one.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Let torch references run on a GPU.")
+    ] = False,
     plot: Plot = None,
     out: Figures = None,
     json: Json = False,
@@ -218,7 +221,7 @@ def speculate(
     server = None if reference is None else Server(reference, reference_model)
     found = speculate_prompts(
         drafter, head, target, prompts, sampling, tree_size=tree, raw=raw, limit=limit, reference=server, dtype=dtype,
-        device=device,
+        device=device, allow_fallback=allow_fallback,
     )  # fmt: skip
     _show(found, print_speculation, plot_speculation, plot=plot, out=out, json=json)
     if found["lossless"]["unexplained"]:

@@ -9,7 +9,7 @@ is run through the live target, and the states are compared with the stored ones
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,19 +24,24 @@ from hscache.store.layout import StorePaths
 from hscache.store.lossy import WORST_COSINE
 from hscache.store.reader import Store
 from trainer.checkpoint import store_facts
-from trainer.importer import open_drafter
+from trainer.importer import Imported, open_drafter
 
 _STATES_APART, _NORM_APART = 1e-3, 0.02
 """Mean of 1 - cos over a tap's tokens, and how far its norm may be off, as ``hscache verify --recompute`` has them;
 bf16 runs of one target differ by some 1e-5."""
+_SCALE_APART = 1e-2
+"""Relative; bf16 rounds the embedding's scale by up to half of that."""
 
 EFFECTS: dict[str, str] = {
     "taps": "other layers feed the drafter: 3-5 % lower acceptance when off by one, nothing when far off",
     "target weights": "another target writes the text: acceptance falls, down to chance",
     "target shape": "another architecture: the drafter cannot be used with it",
     "tokenizer": "other token ids, or another chat template: prompts begin otherwise than in training",
+    "logits": "another scale or cap of logits: the drafter's most likely tokens stay, its probabilities do not",
+    "embedding scale": "other block inputs than in training, in engines that feed the target's: lower acceptance",
     "norm kind": "w read as 1+w, or the other way round: 6-33 % lower acceptance",
-    "kernel path": "usually within noise; hscache verify --kernels says whether these paths agree",
+    "kernel path": "usually within noise; hscache verify --kernels says whether these paths agree. "
+    "Where torch stands in for kernels on a GPU, decoding is slow as well",
     "target precision": "usually within noise: states are stored in bf16 either way",
     "codec": "lossy states: tools/measure_tau.py measures what they cost",
     "mask token": "must lie in the vocabulary and stand in no text, or blocks look like text",
@@ -87,9 +92,10 @@ def diagnose(
     Raises:
         HscacheError: For what a user can mend.
     """
-    store = hscache.open(store_path)
-    drafter, known = open_drafter(checkpoint, load_head(StorePaths(store_path).target))
+    store, head = hscache.open(store_path), load_head(StorePaths(store_path).target)
+    drafter, known = open_drafter(checkpoint, head, any_target=True)
     config, there = drafter.config, store_facts(store)
+    released: Imported | None = known.get("imported")
     before: Mapping[str, Any] = known.get("provenance", {}).get("store", {})
     live = _live(target, store, config.taps, dtype, device) if target is not None else {}
     shape, mask = store.manifest["target"]["shape"], config.mask_token_id
@@ -101,11 +107,13 @@ def diagnose(
     }
     facts = [
         _same("target shape", wanted, {key: shape[key] for key in wanted}, live.get("shape")),
-        _same("target weights", before.get("weights"), there["weights"], live.get("weights"), short=True),
+        _weights(released, before.get("weights"), there["weights"], live.get("weights")),
         _same("tokenizer", before.get("tokenizer"), there["tokenizer"], live.get("tokenizer"), short=True),
-        Fact("taps", list(config.taps), list(store.taps), same=set(config.taps) <= set(store.taps)),
+        _taps(config.taps, store.taps, live),
+        _same("logits", released and released.logits, head.facts["head"], live.get("head")),
+        _scales(config.embed_scale, head.embed_scale, live.get("embed_scale")),
         _same("norm kind", before.get("norm_kind"), there["norm_kind"], live.get("norm_kind")),
-        _same("kernel path", before.get("kernel_path"), there["kernel_path"], live.get("kernel_path"), grave=False),
+        _kernels(before.get("kernel_path"), there["kernel_path"], live),
         _same("target precision", before.get("target_dtype"), there["target_dtype"], live.get("dtype"), grave=False),
         _same("codec", before.get("codec"), there["codec"], grave=False),
         Fact("mask token", mask, used, same=mask < config.vocab_size and used is None),
@@ -136,13 +144,17 @@ def _live(
     target: str, store: Store, taps: tuple[int, ...], dtype: Literal["bfloat16", "float32"], device: str | None
 ) -> dict[str, Any]:
     """Return the live target's facts, and how far its states of a stored sample are from the stored ones."""
-    from trainer.live_target import file_facts, kernel_path, open_target
+    from trainer.live_target import file_facts, kernel_fallback, kernel_path, open_target, target_shape
 
-    with open_target(target, taps, dtype=dtype, device=device) as (live, observation):
+    layers = target_shape(target).num_layers
+    there = tuple(tap for tap in taps if tap < layers) or (0,)
+    with open_target(target, there, dtype=dtype, device=device, allow_fallback=True) as (live, observation):
         found = {
             **file_facts(live.directory),
             "shape": live.loaded.shape.model_dump(),
             "norm_kind": live.loaded.norm_kind,
+            "head": live.loaded.report["head"],
+            "embed_scale": live.loaded.embed_scale or 1.0,
             "dtype": dtype,
             "kernel_path": None,
             "apart": ("", False),
@@ -154,6 +166,7 @@ def _live(
             lossy = store.manifest["manifest"]["store"]["codec"]
             found["apart"] = _apart(sample.hidden_states.float(), rows.states.cpu().float(), taps, lossy)
             found["kernel_path"] = kernel_path(observation)
+        found["kernel_fallback"] = kernel_fallback(observation, live)
     return found
 
 
@@ -176,6 +189,34 @@ def _uses(store: Store, token: int) -> str | None:
         if bool(torch.any(store.sample(i, taps=store.taps[:1]).input_ids == token)):
             return f"in sample {store.sample_ids[i]!r}"
     return None
+
+
+def _weights(released: Imported | None, trained: object, store: object, live: object) -> Fact:
+    """Return the fact of the target's weights; a released drafter may carry some of them, but no digests."""
+    carried = [name for name in (released.apart if released else {}) if name.endswith(".weight")]
+    if carried:
+        return Fact("target weights", f"carries other {', '.join(carried)}", store, live, same=False)
+    return _same("target weights", trained, store, live, short=True)
+
+
+def _taps(trained: tuple[int, ...], store: tuple[int, ...] | list[int], live: Mapping[str, Any]) -> Fact:
+    layers = live["shape"]["num_layers"] if live else None
+    same = set(trained) <= set(store) and (layers is None or max(trained) < layers)
+    return Fact("taps", list(trained), list(store), None if layers is None else f"{layers} blocks", same)
+
+
+def _scales(trained: float, store: float, live: float | None) -> Fact:
+    known = [scale for scale in (trained, store, live) if scale is not None]
+    same = max(known) <= min(known) * (1 + _SCALE_APART)
+    return Fact("embedding scale", trained, store, live, same)
+
+
+def _kernels(trained: object, store: object, live: Mapping[str, Any]) -> Fact:
+    """Return the fact of the kernel path: a remark, but where torch stands in for kernels on a GPU."""
+    fact = _same("kernel path", trained, store, live.get("kernel_path"), grave=False)
+    if not live.get("kernel_fallback"):
+        return fact
+    return replace(fact, live=f"{fact.live or 'not run'}: a fallback on this GPU", same=False, grave=True)
 
 
 def _same(

@@ -51,6 +51,7 @@ class DrafterConfig:
         rms_norm_eps: Epsilon of every norm.
         sliding_window: Tokens that a query of a sliding layer sees, itself included; None without such layers.
         max_position_embeddings: Written to exports; rotary embeddings have no table.
+        embed_scale: Factor on the embedding's rows in :func:`block_inputs`, as the target multiplies its own input.
     """
 
     hidden_size: int
@@ -68,6 +69,7 @@ class DrafterConfig:
     rms_norm_eps: float = 1e-6
     sliding_window: int | None = None
     max_position_embeddings: int = 32768
+    embed_scale: float = 1.0
 
     @property
     def num_layers(self) -> int:
@@ -239,10 +241,18 @@ def rotate(x_nAD: Tensor, rope: KeyValue) -> Tensor:
 
 
 def block_inputs(anchor_ids_N: Tensor, embed_VH: Tensor, config: DrafterConfig) -> Tensor:
-    """Return the block's input embeddings [N * B, H]: anchor, then B - 1 masks."""
+    """Return the block's input embeddings [N * B, H]: anchor, then B - 1 masks, of the embedding's type.
+
+    They are what the target's own first block reads of these tokens: the rows times ``embed_scale``, with the same
+    rounding. Engines differ here: SGLang calls the target's embedding module (multiplied for Gemma, whose module does
+    it; not for Granite, whose model does), vLLM shares the weight alone (a proposed change, vllm#41703, multiplies for
+    Gemma 4), and the dflash package takes raw rows times ``input_embedding_scale`` of the drafter's config, or on MLX
+    the module's factor times that. Exports name the factor there (:mod:`trainer.layouts`).
+    """
     ids_NB = anchor_ids_N.new_full((len(anchor_ids_N), config.block_size), config.mask_token_id)
     ids_NB[:, 0] = anchor_ids_N
-    return F.embedding(ids_NB.flatten(), embed_VH)
+    rows_QH = F.embedding(ids_NB.flatten(), embed_VH)
+    return rows_QH if config.embed_scale == 1.0 else rows_QH * config.embed_scale
 
 
 def count_parameters(config: DrafterConfig) -> tuple[int, int]:

@@ -179,7 +179,7 @@ the target then verifies. It changes how fast the target answers, not what.
 | block | {config.block_size}: the last known token and {slots} drafted |
 | mask token | {config.mask_token_id} |
 | layers | {config.num_layers}, {sliding} of them with sliding attention{window} |
-| weights | {dtype}; embedding and head are the target's |
+| weights | {dtype}; embedding and head are the target's |{_scaled(config)}
 
 ## Serving
 
@@ -201,6 +201,15 @@ def _origin(provenance: Mapping[str, Any]) -> str:
     if provenance.get("start"):
         return f"Fine-tuned from the drafter `{_inline(provenance['start']['path'])}`, {trained}"
     return f"Trained {trained}"
+
+
+def _scaled(config: DrafterConfig) -> str:
+    if config.embed_scale == 1:
+        return ""
+    return (
+        f"\n| block input | the embedding's rows times {config.embed_scale:g} (`input_embedding_scale`); an engine "
+        "that feeds the rows as they are, or multiplies twice, accepts fewer tokens |"
+    )
 
 
 def _inline(value: object) -> str:

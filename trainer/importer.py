@@ -50,38 +50,47 @@ class Imported:
     Attributes:
         layout: Whose layout it is in.
         taps: 0-based decoder blocks of the target, from its config.
+        logits: How logits follow from the head, from its config: ``scale`` and ``softcap``.
         dtypes: Of the weights in the file; the drafter has them in float32.
         tensors: Number of the drafter's weights.
         verifier: Name of the target, where the config has it.
         notes: What was read but not used, and what was filled in.
+        apart: In what it is not for the target that it was held against: name of a fact or weight -> in words.
     """
 
     layout: Layout
     taps: tuple[int, ...]
+    logits: dict[str, Any]
     dtypes: tuple[str, ...]
     tensors: int
     verifier: str | None
     notes: tuple[str, ...]
+    apart: dict[str, str]
 
 
-def open_drafter(path: Path, head: TargetHead, *, quiet: bool = False) -> tuple[Drafter, dict[str, Any]]:
+def open_drafter(
+    path: Path, head: TargetHead, *, quiet: bool = False, any_target: bool = False
+) -> tuple[Drafter, dict[str, Any]]:
     """Load a drafter of ours or a released one.
 
     Args:
         path: A run, one of its checkpoints, or a folder in the z-lab or speculators layout.
         head: Of the store that it is used with.
         quiet: Do not print what a released one says of itself.
+        any_target: Take a released drafter that is not for this target, too.
 
     Returns:
-        The drafter, in float32 on the CPU, and what is known of it: ``path``, and for one of ours ``provenance``.
+        The drafter, in float32 on the CPU, and what is known of it: ``path``; for one of ours ``provenance``, for a
+        released one ``imported``, an :class:`Imported`.
 
     Raises:
         InputError: ``not-a-checkpoint`` and what :func:`read_checkpoint` raises.
         IntegrityError: ``checkpoint-damaged``, ``drafter-damaged``.
     """
     if (path / CONFIG_FILE).exists():
-        drafter, _ = (read_checkpoint if quiet else import_checkpoint)(path, head)
-        return drafter, {"path": str(path)}
+        read = read_checkpoint if quiet else import_checkpoint
+        drafter, imported = read(path, head, any_target=any_target)
+        return drafter, {"path": str(path), "imported": imported}
     return load_drafter(path)
 
 
@@ -169,22 +178,36 @@ def import_drafter(
     }
 
 
-def import_checkpoint(path: Path, head: TargetHead | None = None) -> tuple[Drafter, Imported]:
-    """Load a drafter as :func:`read_checkpoint` does, and print its taps and notes to stderr."""
-    drafter, facts = read_checkpoint(path, head)
+def import_checkpoint(
+    path: Path, head: TargetHead | None = None, *, any_target: bool = False
+) -> tuple[Drafter, Imported]:
+    """Load a drafter as :func:`read_checkpoint` does, and print its taps and notes to stderr.
+
+    Args:
+        path: As there.
+        head: As there.
+        any_target: As there.
+
+    Raises:
+        HscacheError: As there.
+    """
+    drafter, facts = read_checkpoint(path, head, any_target=any_target)
     say(f"{path}: a drafter in the {facts.layout} layout, taps {list(facts.taps)}")
     for note in facts.notes:
         say(f"{path}: {note}")
     return drafter, facts
 
 
-def read_checkpoint(path: Path, head: TargetHead | None = None) -> tuple[Drafter, Imported]:
+def read_checkpoint(
+    path: Path, head: TargetHead | None = None, *, any_target: bool = False
+) -> tuple[Drafter, Imported]:
     """Load a drafter, in float32 on the CPU.
 
     Args:
         path: Folder with ``config.json`` and safetensors.
         head: The target's; the checkpoint is held against it. A config that does not say how many layers the target
             has (speculators') needs it.
+        any_target: Take a drafter that is not for this target, too; ``apart`` says in what.
 
     Raises:
         InputError: ``drafter-missing``, ``drafter-config``, ``drafter-unsupported``, ``drafter-weights``,
@@ -192,23 +215,32 @@ def read_checkpoint(path: Path, head: TargetHead | None = None) -> tuple[Drafter
         IntegrityError: ``drafter-damaged``.
     """
     raw = _read_json(path / CONFIG_FILE)
-    layout, config, notes = read_config(path, raw, head)
+    said = read_config(path, raw, head)
     if (path / "mask_embedding.pt").exists():
         raise InputError(
             "drafter-unsupported",
             f"{path}/mask_embedding.pt: an embedding of its own for the mask, expected the target's row of the mask id",
         )
     tensors = _read_weights(path)
-    weights = {name: tensor for name, tensor in tensors.items() if layout == "zlab" or name not in _OF_TARGET}
+    weights = {name: tensor for name, tensor in tensors.items() if said.layout == "zlab" or name not in _OF_TARGET}
     with torch.device("meta"):
-        drafter = Drafter(config)
+        drafter = Drafter(said.config)
     _check_weights(path, weights, drafter)
-    for name in tensors.keys() - weights.keys():
-        notes.append(_compare_with_target(path, name, tensors[name], config, head))
+    notes, apart = said.notes, said.apart
+    for name in sorted(tensors.keys() - weights.keys()):
+        same, note = _compare_with_target(path, name, tensors[name], said.config, head)
+        if same:
+            notes.append(note)
+        else:
+            apart[name] = note
+    if apart and not any_target:
+        raise other_target(path, "; ".join(apart.values()))
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
     verifier = (raw.get("speculators_config") or {}).get("verifier", {}).get("name_or_path")
-    return drafter, Imported(layout, config.taps, tuple(dtypes), len(weights), verifier, tuple(notes))
+    return drafter, Imported(
+        said.layout, said.config.taps, said.logits, tuple(dtypes), len(weights), verifier, tuple(notes), apart
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -278,15 +310,17 @@ def _check_weights(path: Path, weights: Mapping[str, Tensor], drafter: Drafter) 
             raise _damaged(path, f"{name} has NaN or infinities")
 
 
-def _compare_with_target(path: Path, name: str, tensor: Tensor, config: DrafterConfig, head: TargetHead | None) -> str:
+def _compare_with_target(
+    path: Path, name: str, tensor: Tensor, config: DrafterConfig, head: TargetHead | None
+) -> tuple[bool, str]:
     shape = [config.hidden_size] if name == "verifier_norm.weight" else [config.vocab_size, config.hidden_size]
     if list(tensor.shape) != shape:
         raise InputError("drafter-shape", f"{path}: {name} is {list(tensor.shape)}, expected {shape} by its config")
     if head is None:
-        return f"{name} is the target's: not used, and no target to compare it with"
+        return True, f"{name} is the target's: not used, and no target to compare it with"
     if not torch.equal(getattr(head, _OF_TARGET[name]).to(tensor.dtype), tensor):
-        raise other_target(path, f"{name} differs from the target's")
-    return f"{name} equals the target's: not used"
+        return False, f"{name} differs from the target's"
+    return True, f"{name} equals the target's: not used"
 
 
 def _damaged(path: Path, what: str) -> IntegrityError:

@@ -11,8 +11,10 @@ file), refuses by name what our drafter does not do, and refuses a key that says
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +29,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "attention_sink_bias": (False,),
     "hidden_act": ("silu",),
-    "input_embedding_scale": (1,),
     "is_neox_style": (True,),
     "logit_scale": (1,),
     "mlp_bias": (False,),
@@ -38,8 +39,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_swa": (False,),
 }
 """Keys that change what a drafter computes -> values, besides null, under which it computes what ours does."""
-_NESTED = {"block_size", "causal", "final_logit_softcapping", "is_causal", "mask_token_id", "num_target_layers",
-           "output_multiplier", "swa_window_size", "target_layer_ids"}  # fmt: skip
+_NESTED = {"block_size", "causal", "final_logit_softcapping", "input_embedding_scale", "is_causal", "mask_token_id",
+           "num_target_layers", "output_multiplier", "swa_window_size", "target_layer_ids"}  # fmt: skip
 """Keys of ``dflash_config`` that are read, besides the neutral ones."""
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
           "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
@@ -96,6 +97,8 @@ def zlab_config(config: DrafterConfig, head: TargetHead, dtype: str) -> dict[str
         nested["output_multiplier"] = relation["scale"]
     if relation["softcap"] is not None:
         nested["final_logit_softcapping"] = relation["softcap"]
+    if config.embed_scale != 1:
+        nested["input_embedding_scale"] = config.embed_scale
     return qwen3_config(config) | {
         "architectures": ["DFlashDraftModel"],
         "block_size": config.block_size,
@@ -119,10 +122,11 @@ def speculators_config(config: DrafterConfig, head: TargetHead, dtype: str, veri
     """
     _check_taps(config)
     relation = head.facts["head"]
-    if relation["scale"] != 1 or relation["softcap"] is not None:
+    if relation["scale"] != 1 or relation["softcap"] is not None or config.embed_scale != 1:
         raise ConfigError(
             "export-unsupported",
-            f"the target's logits are scaled or capped ({relation}), which speculators' layout cannot say",
+            f"the target's logits are scaled or capped ({relation}) or its embeddings multiplied "
+            f"({config.embed_scale:g}), which speculators' layout cannot say",
             hint="export in z-lab's layout",
         )
     proposal = {
@@ -164,8 +168,27 @@ def _check_taps(config: DrafterConfig) -> None:
         )
 
 
-def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> tuple[Layout, DrafterConfig, list[str]]:
-    """Return layout, shape and notes of a ``config.json``.
+@dataclass(frozen=True)
+class Read:
+    """What a ``config.json`` says.
+
+    Attributes:
+        layout: Whose layout it is in.
+        config: The drafter's shape.
+        logits: How logits follow from the head: ``scale`` and ``softcap``.
+        notes: What was read but not used, and what was filled in.
+        apart: In what it is not for the target of ``head``: name of a fact -> both values, in words.
+    """
+
+    layout: Layout
+    config: DrafterConfig
+    logits: dict[str, Any]
+    notes: list[str]
+    apart: dict[str, str]
+
+
+def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> Read:
+    """Read a ``config.json``.
 
     Args:
         path: Of the folder, for messages.
@@ -174,7 +197,7 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
 
     Raises:
         InputError: ``drafter-config`` when a value is missing, wrong or says two things; ``drafter-unsupported`` when
-            the drafter is another than ours; ``drafter-other-target`` when it is not for the target of ``head``.
+            the drafter is another than ours.
     """
     layout = _layout(path, raw)
     nested = raw.get("dflash_config") or {} if layout == "zlab" else {}
@@ -190,11 +213,12 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
     notes = [f"{key} = {getattr(filled, key)} (absent: transformers' default)" for key in _SHAPE if key not in qwen3]
     if getattr(filled, "attention_dropout", 0):
         notes.append(f"attention_dropout {filled.attention_dropout} not used")
+    taps = _taps(path, layout, places)
     config = DrafterConfig(
         hidden_size=filled.hidden_size,
         vocab_size=filled.vocab_size,
-        taps=_taps(path, layout, places),
-        num_target_layers=_target_layers(path, places, head),
+        taps=taps,
+        num_target_layers=_target_layers(path, places, taps, head),
         layer_types=tuple(getattr(filled, "layer_types", None) or ["full_attention"] * filled.num_hidden_layers),
         intermediate_size=filled.intermediate_size,
         num_heads=filled.num_attention_heads,
@@ -206,13 +230,17 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
         rms_norm_eps=filled.rms_norm_eps,
         sliding_window=getattr(filled, "sliding_window", None),
         max_position_embeddings=filled.max_position_embeddings,
+        embed_scale=_embed_scale(path, places, head, notes),
     )
     _check_shape(path, config)
     _check_layers(path, config, places)
     if layout == "speculators":
         _check_speculators(path, raw, config)
-    notes += _check_target(path, config, places, head)
-    return layout, config, notes
+    scale, softcap = (_said(path, key, places) for key in ("output_multiplier", "final_logit_softcapping"))
+    logits = {"scale": 1 if scale is None else scale, "softcap": softcap or None}
+    if head is None and logits != {"scale": 1, "softcap": None}:
+        notes.append(f"logits {logits}: not compared with a target")
+    return Read(layout, config, logits, notes, {} if head is None else _apart(config, logits, head))
 
 
 def _layout(path: Path, raw: Mapping[str, Any]) -> Layout:
@@ -270,12 +298,27 @@ def _taps(path: Path, layout: Layout, places: list[Mapping[str, Any]]) -> tuple[
     return taps
 
 
-def _target_layers(path: Path, places: list[Mapping[str, Any]], head: TargetHead | None) -> int:
+def _target_layers(path: Path, places: list[Mapping[str, Any]], taps: tuple[int, ...], head: TargetHead | None) -> int:
     if _said(path, "num_target_layers", places) is not None:
         return _number(path, "num_target_layers", places)
     if head is not None:
-        return int(head.facts["shape"]["num_layers"])
+        # a target without these taps, or with the last at its end, is not the one: as many as there must be then
+        return max(int(head.facts["shape"]["num_layers"]), taps[-1] + 2)
     raise _wrong(path, "it does not say how many layers the target has", hint="name a store of its target")
+
+
+def _embed_scale(path: Path, places: list[Mapping[str, Any]], head: TargetHead | None, notes: list[str]) -> float:
+    scale = _said(path, "input_embedding_scale", places)
+    if scale is None:
+        if head is not None and head.embed_scale != 1:
+            notes.append(
+                f"input_embedding_scale = 1 (absent: as the dflash package reads it; the target multiplies its "
+                f"embeddings by {head.embed_scale:g}, and some engines feed them so)"
+            )
+        return 1.0
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise _wrong(path, f"input_embedding_scale is {scale!r}, expected a number above 0")
+    return float(scale)
 
 
 def _rope_theta(path: Path, qwen3: Mapping[str, Any], filled: Any, notes: list[str]) -> float:
@@ -341,23 +384,17 @@ def _check_speculators(path: Path, raw: Mapping[str, Any], config: DrafterConfig
         raise _unsupported(path, "sliding_window_non_causal", True, "sliding layers that are causal inside the block")
 
 
-def _check_target(
-    path: Path, config: DrafterConfig, places: list[Mapping[str, Any]], head: TargetHead | None
-) -> list[str]:
-    scale, softcap = (_said(path, key, places) for key in ("output_multiplier", "final_logit_softcapping"))
-    found = {"scale": 1 if scale is None else scale, "softcap": softcap or None}
-    if head is None:
-        return [] if found == {"scale": 1, "softcap": None} else [f"logits {found}: not compared with a target"]
+def _apart(config: DrafterConfig, logits: dict[str, Any], head: TargetHead) -> dict[str, str]:
     shape, relation = head.facts["shape"], head.facts["head"]
-    for what, ours, theirs in (
-        ("hidden_size", config.hidden_size, shape["hidden_size"]),
-        ("vocab_size", config.vocab_size, shape["vocab_size"]),
-        ("layers of the target", config.num_target_layers, shape["num_layers"]),
-        ("relation of logits to head", found, {"scale": relation["scale"], "softcap": relation["softcap"]}),
-    ):
-        if ours != theirs:
-            raise other_target(path, f"{what}: checkpoint {ours}, target {theirs}")
-    return []
+    pairs = {
+        "hidden_size": (config.hidden_size, shape["hidden_size"]),
+        "vocab_size": (config.vocab_size, shape["vocab_size"]),
+        "layers of the target": (config.num_target_layers, shape["num_layers"]),
+        "relation of logits to head": (logits, {"scale": relation["scale"], "softcap": relation["softcap"]}),
+    }
+    return {
+        what: f"{what}: checkpoint {ours}, target {theirs}" for what, (ours, theirs) in pairs.items() if ours != theirs
+    }
 
 
 def other_target(path: Path, what: str) -> InputError:

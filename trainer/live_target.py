@@ -35,15 +35,17 @@ from hscache.corpus.generate import Prompt, Sampling, read_prompts
 from hscache.corpus.masks import load_tokenizer
 from hscache.device import pick_device
 from hscache.errors import ConfigError, EnvironmentFault
-from hscache.manifest import TargetSpec
+from hscache.manifest import TargetShape, TargetSpec
 from hscache.target.facts import file_digests, read_shape, resolve_path
-from hscache.target.kernel_path import describe_path
+from hscache.target.kernel_path import describe_path, is_fallback
 from hscache.target.kernel_sites import find_sites
-from hscache.target.kernels import KernelObservation, observe_kernels
+from hscache.target.kernels import KernelObservation, observe_kernels, planned_records
 from hscache.target.loading import LoadedTarget, load_target
+from hscache.target.provenance import refuse_fallback
 
 __all__ = [
-    "LiveTarget", "Prompt", "Rows", "Sampling", "kernel_path", "load_tokenizer", "open_target", "read_prompts",
+    "LiveTarget", "Prompt", "Rows", "Sampling", "file_facts", "kernel_fallback", "kernel_path", "load_tokenizer",
+    "open_target", "read_prompts", "target_shape",
 ]  # fmt: skip
 
 _LINEAR_STATES = ("conv_states", "recurrent_states")
@@ -285,6 +287,7 @@ def open_target(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     attn_implementation: str = "sdpa",
     device: str | None = None,
+    allow_fallback: bool = False,
 ) -> Iterator[tuple[LiveTarget, KernelObservation]]:
     """Load a target and decode with it inside the block, its kernels guarded and counted as in a build.
 
@@ -294,18 +297,34 @@ def open_target(
         dtype: ``bfloat16`` or ``float32``.
         attn_implementation: As transformers names it. Trees are masked with ``sdpa`` and ``eager`` alone.
         device: Such as ``cuda:0``; None for CUDA if there is one.
+        allow_fallback: Run torch references on a GPU where kernels exist.
 
     Raises:
         ConfigError: ``taps-invalid``.
-        EnvironmentFault: What loading and kernels raise.
+        EnvironmentFault: ``kernel-fallback``, and what else loading and kernels raise.
     """
     spec = TargetSpec(path=path, dtype=dtype, attn_implementation=attn_implementation)
     directory = resolve_path(spec, download=True)
     assert directory is not None
     loaded = load_target(spec, read_shape(spec, directory), directory, pick_device(device))
     target = LiveTarget(loaded, directory, taps)
+    if not allow_fallback:
+        refuse_fallback(planned_records(loaded.model), loaded.device, path)
     with torch.inference_mode(), observe_kernels(loaded.model) as observation:
         yield target, observation
+
+
+def target_shape(path: str) -> TargetShape:
+    """Return layers, width and vocabulary of a target from its config, no weights loaded.
+
+    Args:
+        path: Checkpoint directory or hub id, which is fetched.
+
+    Raises:
+        EnvironmentFault: ``target-missing``, ``target-config``.
+    """
+    spec = TargetSpec(path=path)
+    return read_shape(spec, resolve_path(spec, download=True))
 
 
 def file_facts(directory: Path) -> dict[str, Any]:
@@ -317,6 +336,11 @@ def file_facts(directory: Path) -> dict[str, Any]:
 def kernel_path(observation: KernelObservation) -> str:
     """Return in a line which kernels ran."""
     return str(describe_path(observation.records()))
+
+
+def kernel_fallback(observation: KernelObservation, live: LiveTarget) -> bool:
+    """Return whether torch references ran on a GPU where kernels exist."""
+    return is_fallback(observation.records(), live.device.type)
 
 
 def _mixers(model: nn.Module) -> dict[int, nn.Module]:

@@ -231,11 +231,18 @@ def drafter_in(spec: DrafterSpec, store: Store, head: TargetHead) -> DrafterConf
         hidden_size=shape["hidden_size"],
         vocab_size=head.lm_head.shape[0],
         num_layers=shape["num_layers"],
+        embed_scale=head.embed_scale,
     )
 
 
 def drafter_config(
-    spec: DrafterSpec, *, taps: Sequence[int], hidden_size: int, vocab_size: int, num_layers: int
+    spec: DrafterSpec,
+    *,
+    taps: Sequence[int],
+    hidden_size: int,
+    vocab_size: int,
+    num_layers: int,
+    embed_scale: float = 1.0,
 ) -> DrafterConfig:
     """Return the drafter's full shape.
 
@@ -245,6 +252,7 @@ def drafter_config(
         hidden_size: Of the target.
         vocab_size: Of the target.
         num_layers: Of the target.
+        embed_scale: Of the target.
 
     Raises:
         ConfigError: ``taps-invalid`` for a tap that the store has not, or taps out of order; ``manifest-value`` for a
@@ -281,4 +289,5 @@ def drafter_config(
         rms_norm_eps=spec.rms_norm_eps,
         sliding_window=spec.sliding_window,
         max_position_embeddings=spec.max_position_embeddings,
+        embed_scale=embed_scale,
     )

@@ -26,7 +26,16 @@ from hscache.errors import ConfigError, ConflictError, InputError
 from hscache.store.head import TargetHead
 from trainer.decode import Decoded, Draft, decode
 from trainer.drafter import Drafter
-from trainer.live_target import LiveTarget, Prompt, Sampling, kernel_path, load_tokenizer, open_target, read_prompts
+from trainer.live_target import (
+    LiveTarget,
+    Prompt,
+    Sampling,
+    kernel_fallback,
+    kernel_path,
+    load_tokenizer,
+    open_target,
+    read_prompts,
+)
 from trainer.reference import Reference, fetch_references, first_difference, score_reference
 from trainer.server import Server
 
@@ -49,6 +58,7 @@ def speculate_prompts(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     attn_implementation: str = "sdpa",
     device: str | None = None,
+    allow_fallback: bool = False,
 ) -> dict[str, Any]:
     """Complete prompts with a drafter and without, and report how that went.
 
@@ -66,15 +76,17 @@ def speculate_prompts(
         dtype: Precision of the target.
         attn_implementation: Of the target, as transformers names it.
         device: Such as ``cuda:0``; None for CUDA if there is one.
+        allow_fallback: Decode on a GPU without the kernels that exist for the target, too.
 
     Returns:
         JSON-plain: ``prompts`` (one entry each), ``rejected``, ``tau``, ``streaks`` (histogram), ``tokens_per_s``,
-        ``lossless``, ``kernels``, ``reference`` (None without one), and what was asked for.
+        ``lossless``, ``kernels``, ``kernel_fallback``, ``reference`` (None without one), and what was asked for.
 
     Raises:
         ConfigError: ``taps-invalid``; ``reference-sampled`` for a reference with a temperature above 0.
         ConflictError: ``target-other``.
-        EnvironmentFault: What loading, kernels and rollback raise, and ``server-...`` as the server does.
+        EnvironmentFault: ``kernel-fallback``, what else loading, kernels and rollback raise, and ``server-...`` as the
+            server does.
         InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``.
     """
     if reference is not None and sampling.temperature > 0:
@@ -84,7 +96,9 @@ def speculate_prompts(
             hint="leave out --temperature or --reference",
         )
     taps = drafter.config.taps
-    opened = open_target(target, taps, dtype=dtype, attn_implementation=attn_implementation, device=device)
+    opened = open_target(
+        target, taps, dtype=dtype, attn_implementation=attn_implementation, device=device, allow_fallback=allow_fallback
+    )
     with opened as (live, observation):
         check_same_target(live, drafter, head)
         tokenizer = load_tokenizer(live.directory)
@@ -111,11 +125,14 @@ def speculate_prompts(
             entries.append(entry)
             progress.advance(1, f"tau {_tau(entries) or 0:.2f}")
         progress.close()
+        if fallback := kernel_fallback(observation, live):
+            say(f"torch stood in for kernels on this GPU ({kernel_path(observation)}): no server is so slow")
         return {
             "target": target,
             "device": str(live.device),
             "dtype": dtype,
             "kernels": kernel_path(observation),
+            "kernel_fallback": fallback,
             "sampling": dataclasses.asdict(sampling),
             "block_size": draft.block_size,
             "tree_size": tree_size,

@@ -4,11 +4,13 @@
 
     target/
       head.safetensors   embed_tokens.weight, norm.weight, and lm_head.weight unless it is tied to the embedding
-      target.json        how logits follow from the head, the norm's kind, shapes, digests of these files
+      target.json        how logits follow from the head, the embedding's scale, the norm's kind, shapes, digests of
+                         these files
       config.json, tokenizer files
 
 The weights are those that ran, in bf16 where that holds them exactly: a bf16 checkpoint run in float32 is stored as
-bf16 again.
+bf16 again. But an embedding that the target multiplies (``embed_scale``) keeps the type in which it ran, so that rows
+times scale, computed in that type, round as the target's did.
 """
 
 from __future__ import annotations
@@ -41,13 +43,22 @@ class TargetHead:
         embed: [V, H] input embedding.
         lm_head: [V, H] output embedding; the same tensor when tied.
         norm: [H] weight of the final norm.
-        facts: ``target.json``: ``head`` (scale, softcap), ``norm_kind``, ``norm_eps``, ``tied``, ``shape``.
+        facts: ``target.json``: ``head`` (scale, softcap), ``embed_scale``, ``norm_kind``, ``norm_eps``, ``tied``,
+            ``shape``.
     """
 
     embed: torch.Tensor
     lm_head: torch.Tensor
     norm: torch.Tensor
     facts: dict[str, Any]
+
+    @property
+    def embed_scale(self) -> float:
+        """What the target multiplies rows of ``embed`` with before its first block.
+
+        One where it does not multiply, where it does something else than multiply, and in stores that do not say.
+        """
+        return float(self.facts.get("embed_scale") or 1.0)
 
     def logits(self, final_state: torch.Tensor) -> torch.Tensor:
         """Return the target's logits, float32 [..., V], for states after the final norm, [..., H]."""
@@ -81,10 +92,12 @@ def write_target(
     directory = staging / "target"
     directory.mkdir()
     tied = tensors["lm_head"] is tensors["embed"] or tensors["lm_head"].data_ptr() == tensors["embed"].data_ptr()
-    named = {"embed_tokens.weight": tensors["embed"], "norm.weight": tensors["norm"]}
+    scaled = (facts.get("embed_scale") or 1.0) != 1.0
+    named = {"embed_tokens.weight": tensors["embed"] if scaled else _narrow(tensors["embed"])}
+    named["norm.weight"] = _narrow(tensors["norm"])
     if not tied:
-        named["lm_head.weight"] = tensors["lm_head"]
-    write_file(directory / _HEAD_FILE, save({name: _narrow(tensor) for name, tensor in named.items()}))
+        named["lm_head.weight"] = _narrow(tensors["lm_head"])
+    write_file(directory / _HEAD_FILE, save({name: _on_host(tensor) for name, tensor in named.items()}))
     for path in copies:
         write_file(directory / path.name, path.read_bytes())
     files = {path.name: _entry(path) for path in sorted(directory.iterdir())}
@@ -148,9 +161,13 @@ def load_head(directory: Path) -> TargetHead:
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = _on_host(tensor)
     narrow = tensor.to(torch.bfloat16)
     return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()
 
 
 def _entry(path: Path) -> dict[str, Any]:

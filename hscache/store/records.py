@@ -184,6 +184,7 @@ class _TargetRecord(_Part):
     tied: bool
     head: _Head
     norm_kind: str
+    embed_scale: _Number | None = None  # absent in the first stores of format v1
 
 
 def check_manifest(document: dict[str, Any]) -> None:

@@ -107,6 +107,16 @@ def describe_path(records: Sequence[KernelRecord]) -> KernelPath:
     return KernelPath(kind, {op: tuple(sorted(by_op[op])) for op in sorted(by_op)})
 
 
+def is_fallback(records: Sequence[KernelRecord], device: str) -> bool:
+    """Return whether torch references, or what nobody knows, run on a GPU in place of kernels that exist.
+
+    Args:
+        records: Planned or observed records.
+        device: Device type, ``cuda`` or ``cpu``.
+    """
+    return device == "cuda" and describe_path(records).kind in ("torch", "mixed", "unknown")
+
+
 def kernel_path_id(
     records: Sequence[KernelRecord],
     *,

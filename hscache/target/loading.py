@@ -1,11 +1,12 @@
 """Load the target so that nothing about it is assumed: its weights, its backbone, its head, its norm.
 
-Four silent faults are made loud here. A checkpoint that lacks a key leaves a *random* tensor with only a log line:
+Silent faults are made loud here. A checkpoint that lacks a key leaves a *random* tensor with only a log line:
 missing and mismatched keys are an error. A weight of the language model that finds no place means that another model
 runs than the one that was trained: an error too; only draft layers (mtp) and other senses' towers may be left over. A
 model class whose logits are not simply ``lm_head(final_state)`` (soft capping, scaling) would make a store's
-``target/`` folder wrong: the relation is found by comparison on a short input, or the model is refused. And the final
-norm scales by ``w`` in some families and by ``1 + w`` in others: which one it is gets measured and recorded.
+``target/`` folder wrong: the relation is found by comparison on a short input, or the model is refused. And two things
+that families do differently are measured and recorded: the final norm scales by ``w`` or by ``1 + w``, and the rows of
+the embedding reach the first decoder block as they are or multiplied (Gemma, Granite, Falcon-H1, MiniCPM, ...).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,20 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from hscache.console import say
 from hscache.errors import EnvironmentFault
 from hscache.manifest import TargetShape, TargetSpec
 from hscache.target.kernels import Force, observe_kernels, planned_records
 
 _PROBE_TOKENS = 8
-_SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1, "output_multiplier": 1}
-"""Config fields that scale logits, and the power in which they do: Cohere, Granite, Falcon-H1, ..."""
-_SOFTCAPS = {"final_logit_softcapping": 1, "logits_soft_cap": 1}
+_SCALES = (
+    ("logit_scale", 1), ("logits_scaling", -1), ("logits_scaling", 1), ("lm_head_multiplier", 1),
+    ("output_multiplier", 1),
+)  # fmt: skip
+"""Config fields that scale logits, and the power in which they do: Cohere, Granite, HyperCLOVA X, Falcon-H1, ..."""
+_SOFTCAPS = (("final_logit_softcapping", 1), ("logits_soft_cap", 1))
+_EMBED_SCALES = (("embedding_multiplier", 1), ("scale_emb", 1), ("hidden_size", 0.5))
+"""Config fields that scale embeddings: Granite and Falcon-H1, MiniCPM, Gemma."""
 _OTHER_PARTS = re.compile(r"(^|[._])(mtp|visual|vision|image|video|audio)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -67,6 +74,7 @@ class LoadedTarget:
         head: Output embedding, ``lm_head``.
         relation: How logits follow from the head.
         norm_kind: ``w``, ``1+w`` or ``other``.
+        embed_scale: The first decoder block reads the embedding's rows times this; None where it reads no multiple.
         device: Where it lives.
         dtype: Precision asked for.
         report: Load report, JSON-plain: class, keys, parameter dtypes.
@@ -80,6 +88,7 @@ class LoadedTarget:
     head: nn.Module
     relation: HeadRelation
     norm_kind: str
+    embed_scale: float | None
     device: torch.device
     dtype: torch.dtype
     report: dict[str, Any]
@@ -120,7 +129,14 @@ def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: t
     _refuse_bad_keys(directory, info, model.config.get_text_config())
     model.eval().requires_grad_(False).to(device)
     backbone, layers, norm, head = _find_parts(model, shape)
-    relation = _head_relation(model, backbone, head, device)
+    ids = torch.arange(1, 1 + _PROBE_TOKENS, device=device)[None]
+    entered, final, logits = _probe(model, backbone, layers[0], ids)
+    relation, embed_scale = _head_relation(model, head, final, logits), _embed_scale(model, ids, entered)
+    if embed_scale is None:
+        say(
+            f"{type(model).__name__}: the first block reads no multiple of the embedding's rows; "
+            "drafters of this target read the rows as they are"
+        )
     report = {
         "class": type(model).__name__,
         "unexpected_keys": sorted(str(key) for key in info["unexpected_keys"]),
@@ -128,12 +144,14 @@ def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: t
         "parameter_dtypes": dict(Counter(str(p.dtype).removeprefix("torch.") for p in model.parameters())),
         "attn_implementation": getattr(model.config.get_text_config(), "_attn_implementation", None),
         "head": {"scale": relation.scale, "softcap": relation.softcap},
+        "embed_scale": embed_scale,
         "norm_kind": _norm_kind(norm, device),
         "norm_eps": float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)) or 0.0),
     }
+    kind = str(report["norm_kind"])
     return LoadedTarget(
-        shape, model, backbone, layers, norm, head, relation, str(report["norm_kind"]), device, dtype, report
-    )
+        shape, model, backbone, layers, norm, head, relation, kind, embed_scale, device, dtype, report
+    )  # fmt: skip
 
 
 def _refuse_bad_keys(directory: Path, info: dict[str, Any], config: Any) -> None:
@@ -197,23 +215,59 @@ def _find_parts(model: nn.Module, shape: TargetShape) -> tuple[nn.Module, nn.Mod
 
 
 @torch.inference_mode()
-def _head_relation(model: nn.Module, backbone: nn.Module, head: nn.Module, device: torch.device) -> HeadRelation:
-    """Find how the model's own logits follow from its head, on a short input.
+def _probe(
+    model: nn.Module, backbone: nn.Module, first: nn.Module, ids: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Run a short input, [1, T], and return what the first block read, the final state, and the model's logits.
 
-    One forward gives both sides, on the reference path where there is a choice: kernels that transformers bound may not
+    One forward gives all of it, on the reference path where there is a choice: kernels that transformers bound may not
     run here, or may be wrong, which is not this probe's affair.
     """
-    ids = torch.arange(1, 1 + _PROBE_TOKENS, device=device)[None]
+    entered: list[torch.Tensor | None] = []
     seen: list[torch.Tensor] = []
-    hook = backbone.register_forward_hook(lambda _module, _args, output: seen.append(output.last_hidden_state))
+    hooks = [
+        first.register_forward_pre_hook(
+            lambda _module, args, kwargs: entered.append(args[0] if args else kwargs.get("hidden_states")),
+            with_kwargs=True,
+        ),
+        backbone.register_forward_hook(lambda _module, _args, output: seen.append(output.last_hidden_state)),
+    ]
     try:
         with observe_kernels(model, _reference_choice(model), guard=False):
             logits = model(input_ids=ids, use_cache=False).logits.float()
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+    return entered[0], seen[0], logits
+
+
+@torch.inference_mode()
+def _embed_scale(model: nn.Module, ids: torch.Tensor, entered: torch.Tensor | None) -> float | None:
+    """Return the factor between the embedding's rows of ids [1, T] and what the first block read of them.
+
+    The measured factor is exact but for rounding. Where the config has it, as it is or rounded to the embedding's type
+    as Gemma does, that number gives the target's own back bit by bit, and is taken. None where the rows are not simply
+    multiplied: normed, or with positions added.
+    """
+    get_embedding: Any = model.get_input_embeddings
+    rows = get_embedding().weight[ids]
+    if entered is None or entered.shape != rows.shape:
+        return None
+    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+    measured = float((entered.double() * rows.double()).sum() / rows.double().square().sum())
+    exact = (measured, *_declared(text, _EMBED_SCALES))
+    factors = [factor for x in exact for factor in (float(torch.tensor(x, dtype=rows.dtype)), x)]
+    errors = [float((rows * factor - entered).abs().max()) for factor in factors]
+    best = factors[errors.index(min(errors))]
+    return best if torch.allclose(rows * best, entered, rtol=0.02, atol=1e-6) else None
+
+
+@torch.inference_mode()
+def _head_relation(model: nn.Module, head: nn.Module, final: torch.Tensor, logits: torch.Tensor) -> HeadRelation:
+    """Find how the model's own logits, [1, T, V], follow from its head and the final state, [1, T, H]."""
     # what target/ will be able to say: the head's weight alone, without a bias that it may have
     weight: Any = head.weight
-    plain = nn.functional.linear(seen[0], weight)
+    plain = nn.functional.linear(final, weight)
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
     scales, caps = _declared(text, _SCALES), _declared(text, _SOFTCAPS)
     relations = [HeadRelation(scale, cap) for scale in (1.0, *scales) for cap in (None, *caps)]
@@ -230,10 +284,10 @@ def _head_relation(model: nn.Module, backbone: nn.Module, head: nn.Module, devic
     )
 
 
-def _declared(config: Any, names: Mapping[str, int]) -> list[float]:
+def _declared(config: Any, names: Sequence[tuple[str, float]]) -> list[float]:
     """Return the numbers that a config gives for these fields, each to the power beside its name."""
-    found = {name: getattr(config, name, None) for name in names}
-    return [float(value) ** names[name] for name, value in found.items() if isinstance(value, int | float) and value]
+    found = [(getattr(config, name, None), power) for name, power in names]
+    return [float(value) ** power for value, power in found if isinstance(value, int | float) and value]
 
 
 def _reference_choice(model: nn.Module) -> Force:

@@ -19,7 +19,7 @@ import torch
 import hscache
 from hscache.errors import EnvironmentFault
 from hscache.target.kernel_guards import environment, fla_backends
-from hscache.target.kernel_path import check_calls, describe_path, kernel_path_id
+from hscache.target.kernel_path import check_calls, describe_path, is_fallback, kernel_path_id
 from hscache.target.kernel_sites import OPS, KernelRecord
 
 _STORE_PACKAGES = ("zarr", "numcodecs", "numpy", "tokenizers")
@@ -63,6 +63,25 @@ def kernels(records: Sequence[KernelRecord], device: torch.device) -> dict[str, 
         "fla_backends": backends,
         "records": [record.to_json() for record in records],
     }
+
+
+def refuse_fallback(records: Sequence[KernelRecord], device: torch.device, target: str) -> None:
+    """Refuse to run a target on a GPU without the kernels that exist for it.
+
+    Args:
+        records: Planned.
+        device: Where the target runs.
+        target: Its path, for the hint.
+
+    Raises:
+        EnvironmentFault: ``kernel-fallback``.
+    """
+    if is_fallback(records, device.type):
+        raise EnvironmentFault(
+            "kernel-fallback",
+            f"on this GPU the target's kernels would be {describe_path(records)}",
+            hint=f"hscache doctor --target {target} says why; --allow-fallback goes on",
+        )
 
 
 def require_one_path(records: Sequence[KernelRecord], where: str) -> None:

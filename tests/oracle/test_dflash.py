@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,25 @@ def test_dflash_computes_the_same_blocks(dflash: Any, tmp_path: Path, kind: str,
             )
             assert relative(got_BH, expected[0]) <= 1e-5, anchor
             assert relative(head.logits(got_BH), theirs.compute_logits(expected, lm_head)[0]) <= 1e-5, anchor
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.9375])
+def test_dflash_multiplies_the_rows_of_the_embedding_as_we_do(dflash: Any, tmp_path: Path, scale: float) -> None:
+    """Its target multiplies too, as Gemma's embedding does: dflash takes the raw rows, and the factor of our export."""
+    drafter, head = drafters.drafter(embed_scale=scale), drafters.head()
+    export_zlab(drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32")
+    theirs = dflash.DFlashDraftModel.from_pretrained(tmp_path / "out")
+
+    class Scaled(torch.nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * scale
+
+    target = SimpleNamespace(get_input_embeddings=lambda: Scaled.from_pretrained(head.embed))
+    ids = torch.tensor([5, 300])
+    found = dflash._draft_value(theirs.config, "input_embedding_scale", 1.0)
+    ours = block_inputs(ids, head.embed, drafter.config)[:: drafter.config.block_size]
+    assert torch.equal(dflash._raw_input_embeddings(target, ids, float(found)), ours)
+    assert torch.equal(target.get_input_embeddings()(ids), ours)
 
 
 def test_the_window_matters_in_these_tests() -> None:
