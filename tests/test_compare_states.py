@@ -7,7 +7,7 @@ from typing import Any
 
 import fla_env
 import pytest
-from compare_states import compare_states, print_comparison, variants, write_held_out
+from compare_states import compare_states, print_comparison, variants, write_corpus
 
 import hscache
 from trainer.data import split
@@ -16,6 +16,7 @@ RECOMPUTE, LIVE, KIND = "verify --recompute", "doctor --target (live states)", "
 ONLY = [
     "built again",
     f"fla {fla_env.NEW}",
+    "taps in reverse order",
     "rows one token late",
     "final norm by w, not 1+w",
     "every norm by w, not 1+w",
@@ -75,8 +76,9 @@ def test_states_that_say_nothing_leave_a_token_a_step(found: dict[str, Any]) -> 
     assert wrong["found_by"] == [RECOMPUTE, LIVE]
 
 
-def test_rows_one_token_late_change_what_is_accepted_and_are_found(found: dict[str, Any]) -> None:
-    wrong = row(found, "rows one token late")
+@pytest.mark.parametrize("states", ["taps in reverse order", "rows one token late"])
+def test_states_of_another_place_change_what_is_accepted_and_are_found(found: dict[str, Any], states: str) -> None:
+    wrong = row(found, states)
     assert wrong["less_first"]["other_walks"] > 0
     assert wrong["found_by"] == [RECOMPUTE, LIVE]
 
@@ -98,7 +100,7 @@ def test_without_fla_its_line_says_how_to_get_it(found: dict[str, Any], capsys: 
 
 
 def test_every_variant_has_a_name_of_its_own() -> None:
-    names = [variant.name for variant in variants(1)]
+    names = [variant.name for variant in variants()]
     assert len(set(names)) == len(names)
 
 
@@ -106,9 +108,9 @@ def test_a_corpus_of_held_out_samples_has_the_same_ones_held_out(scored: tuple[P
     from hscache.corpus.readers import read_corpus
 
     store = hscache.open(scored[0])
-    held = split(store, 0.15)[1]
-    assert write_held_out(store, 0.15, 3, tmp_path / "corpus.parquet") == 3
+    train, held = split(store, 0.15)
+    write_corpus(store, held[:3], train, tmp_path / "corpus.parquet")
     rows = list(read_corpus(tmp_path / "corpus.parquet"))
     assert [r.sample_id for r in rows[:3]] == [store.sample_ids[i] for i in held[:3]]
     assert len(rows) == 4
-    assert store.sample_ids.index(rows[3].sample_id) not in held
+    assert store.sample_ids.index(rows[3].sample_id) in train

@@ -70,10 +70,11 @@ class Variant:
     fla: str | None = None
 
 
-def variants(mask_token: int) -> list[Variant]:
+def variants(taps: tuple[int, ...] = (), mask_token: int = 0) -> list[Variant]:
     """Return all of them.
 
     Args:
+        taps: The drafter's.
         mask_token: The drafter's.
     """
 
@@ -92,6 +93,7 @@ def variants(mask_token: int) -> list[Variant]:
         Variant("int4", changes={"store": {"codec": "int4"}}),
         target("taps one block late (t+1)", planted.shifted(1)),
         target("taps one block early (t-1)", planted.shifted(-1)),
+        target("taps in reverse order", planted.reversed_taps(taps)),
         target("rows one token late", shown(lambda _, states: planted.one_late(states))),
         target("states divided by their RMS", shown(lambda _, states: planted.unit(states))),
         target("states behind the final norm", shown(lambda loaded, states: loaded.norm(states))),
@@ -109,24 +111,27 @@ def variants(mask_token: int) -> list[Variant]:
 
 
 def main() -> None:
-    names = [variant.name for variant in variants(0)]
+    names = [variant.name for variant in variants()]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("runs/demo/drafter"))
     parser.add_argument("--store", type=Path, default=Path("runs/demo/store"), help="of a hybrid target, lossless")
     parser.add_argument("--samples", type=int, default=None, help="the first so many that were held out (default all)")
+    parser.add_argument("--fla-samples", type=int, default=None, help="fla's kernels: the shortest so many of them")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--stores", type=Path, default=None, help="keep the stores here; the same command goes on")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with tempfile.TemporaryDirectory() if args.stores is None else nullcontext(args.stores) as folder:
-        found = compare_states(args.run, args.store, Path(folder), args.only, args.samples)
+        found = compare_states(args.run, args.store, Path(folder), args.only, args.samples, args.fla_samples)
     print_comparison(found)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def compare_states(run: Path, store: Path, folder: Path, only: list[str], samples: int | None = None) -> dict[str, Any]:
+def compare_states(
+    run: Path, store: Path, folder: Path, only: list[str], samples: int | None = None, fla_samples: int | None = None
+) -> dict[str, Any]:
     """Build and score.
 
     Args:
@@ -135,6 +140,7 @@ def compare_states(run: Path, store: Path, folder: Path, only: list[str], sample
         folder: Gets a store for each variant, or has it already.
         only: Names of variants.
         samples: The first so many held-out samples; None for all.
+        fla_samples: Of these, the shortest so many for fla's kernels; None for all.
 
     Returns:
         JSON-plain: ``samples``, and ``rows``: ``states``, ``refused`` (why there is no figure, or None), ``rejected``
@@ -142,16 +148,17 @@ def compare_states(run: Path, store: Path, folder: Path, only: list[str], sample
     """
     drafter, facts = open_drafter(run, load_head(store / "target"))
     opened = hscache.open(store)
-    corpus = folder / "corpus.parquet"
+    train, held = split(opened, facts["provenance"]["manifest"]["data"]["validation"])
+    held = held[:samples]
     folder.mkdir(parents=True, exist_ok=True)
-    held = write_held_out(opened, facts["provenance"]["manifest"]["data"]["validation"], samples, corpus)
     rows: list[dict[str, Any]] = [{"states": "as built", "store": store, "refused": None, "rejected": {}}]
-    for variant in (v for v in variants(drafter.config.mask_token_id) if v.name in only):
-        say(f"{variant.name}: {held} samples")
+    for variant in (v for v in variants(drafter.config.taps, drafter.config.mask_token_id) if v.name in only):
+        chosen = sorted(held, key=lambda i: int(opened.n_tokens[i]))[:fla_samples] if variant.fla else held
+        name = variant.name if len(chosen) == len(held) else f"{variant.name}, the {len(chosen)} shortest"
+        say(f"{name}: {len(chosen)} samples")
         out = folder / re.sub(r"[^a-z0-9.]+", "-", variant.name.lower())
-        rows.append(
-            {"states": variant.name, "store": out, **build_variant(variant, changed(opened, variant, corpus), out)}
-        )
+        corpus = write_corpus(opened, chosen, train, folder / f"{out.name}.parquet")
+        rows.append({"states": name, "store": out, **build_variant(variant, changed(opened, variant, corpus), out)})
     scored = [row for row in rows if row["refused"] is None]
     figures = evaluate([run], [row["store"] for row in scored], samples=samples, device="cpu")["rows"]
     for row, figure in zip(scored, figures, strict=True):
@@ -159,20 +166,18 @@ def compare_states(run: Path, store: Path, folder: Path, only: list[str], sample
         row |= {**figure, "found_by": finders(run, row["store"], spec["path"], spec["dtype"])}
     for row in rows:
         row["store"] = str(row["store"])
-    return {"run": str(run), "store": str(store), "samples": held, "rows": rows}
+    return {"run": str(run), "store": str(store), "samples": len(held), "rows": rows}
 
 
-def write_held_out(store: Store, fraction: float, samples: int | None, corpus: Path) -> int:
+def write_corpus(store: Store, held: list[int], train: list[int], corpus: Path) -> Path:
     """Write held-out samples as a corpus, and one that was not: :func:`trainer.data.split` leaves one to train on."""
-    train, held = split(store, fraction)
-    held = held[:samples]
     rows = []
     for i in [*held, min(train, key=lambda i: int(store.n_tokens[i]))]:
         sample = store.sample(i, taps=store.taps[:1])
         ids, mask = sample.input_ids.tolist(), sample.loss_mask.tolist()
         rows.append({"sample_id": sample.sample_id, "input_ids": ids, "loss_mask": mask, "tag": sample.tag})
     pq.write_table(pa.Table.from_pylist(rows), corpus)
-    return len(held)
+    return corpus
 
 
 def changed(store: Store, variant: Variant, corpus: Path) -> BuildManifest:

@@ -8,7 +8,7 @@ its blocks show to the capture, and a call of an optional kernel.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -43,6 +43,18 @@ def shifted(by: int) -> Change:
     def change(target: LoadedTarget) -> LoadedTarget:
         last = len(target.layers) - 1
         layers = [target.layers[min(max(i + by, 0), last)] for i in range(last + 1)]
+        return dataclasses.replace(target, layers=nn.ModuleList(layers))
+
+    return change
+
+
+def reversed_taps(taps: Sequence[int]) -> Change:
+    """The first tap shows the output of the last one's block, and so on."""
+
+    def change(target: LoadedTarget) -> LoadedTarget:
+        layers = list(target.layers)
+        for tap, other in zip(taps, reversed(taps), strict=True):
+            layers[tap] = target.layers[other]
         return dataclasses.replace(target, layers=nn.ModuleList(layers))
 
     return change
