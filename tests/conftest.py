@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from hscache.manifest import BuildManifest, parse_manifest
 from tests.commands import Answer, runner
-from tests.hybrid import Hybrid, make_hybrid
+from tests.hybrid import Hybrid, make_hybrid, make_scored
 
 # wall time on a shared machine says nothing; the same examples in every run, so that a red test stays red
 settings.register_profile("hscache", deadline=None, derandomize=True, max_examples=60)
@@ -66,6 +66,12 @@ def smollm2() -> Path:
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     """The tiny hybrid's store of its own greedy completions, and a drafter that learnt something of it."""
     return make_hybrid(tmp_path_factory.mktemp("hybrid"), TINY_HYBRID)
+
+
+@pytest.fixture(scope="session")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A store of the tiny hybrid, and a run of which some samples were held out and which learnt something."""
+    return make_scored(tmp_path_factory.mktemp("scored"), TINY_HYBRID, DATA / "tiny-hybrid-completions.parquet")
 
 
 @pytest.fixture(scope="session")

@@ -76,3 +76,46 @@ def make_hybrid(folder: Path, target: Path) -> Hybrid:
         )
         fit(training, made.store, made.run, device="cpu")
     return made
+
+
+def make_scored(folder: Path, target: Path, completions: Path, steps: int = 40) -> tuple[Path, Path]:
+    """Make a store of the ends of the target's own completions, and a drafter with some of them held out.
+
+    Args:
+        folder: Gets all of it.
+        target: Checkpoint of the target.
+        completions: What it wrote.
+        steps: Of training: enough that wrong states can be told from right ones by the drafter's acceptance.
+
+    Returns:
+        Store and run.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from hscache.build import build
+    from hscache.manifest import parse_manifest
+    from tests.trainers import train_manifest
+    from trainer.fit import fit
+
+    corpus, store, run = folder / "corpus.parquet", folder / "store", folder / "run"
+    rows = pq.read_table(completions).to_pylist()
+    for row in rows:
+        row["input_ids"], row["loss_mask"] = row["input_ids"][-80:], [0] * 30 + [1] * 50
+    pq.write_table(pa.Table.from_pylist(rows), corpus)
+    building = {
+        "target": {"path": str(target), "dtype": "float32"},
+        "states": {"taps": TAPS},
+        "corpus": {"path": str(corpus)},
+    }
+    training = train_manifest(
+        drafter=DRAFTER,
+        data={"validation": 0.15, "max_tokens": 256, "pack_tokens": 512, "anchors": 16},
+        loss={"kind": "kl-topk"},
+        optim={"name": "muon", "lr": 2e-2, "epochs": steps, "max_steps": steps},
+        run={"log_every": steps, "checkpoint_every": steps},
+    )
+    with patch.object(os, "fsync", lambda fd: None):
+        build(parse_manifest(building, "scored"), store, device="cpu")
+        fit(training, store, run, device="cpu")
+    return store, run

@@ -22,7 +22,7 @@ from tests.trainers import BLOCK, MASK, little_config, little_drafter, little_he
 from trainer import evaluate
 from trainer.ddtree import accepted_lengths
 from trainer.drafter import Drafter, DrafterConfig, block_inputs, initialise
-from trainer.evaluate import SampleScore, score_sample, score_store, summarise
+from trainer.evaluate import SampleScore, difference, score_sample, score_store, summarise
 from trainer.losses import Head
 from trainer.masks import Blocks
 
@@ -224,6 +224,40 @@ def test_the_interval_holds_tau_and_is_a_function_of_the_scores(scores: list[Sam
     assert low == high
     low, high = summarise(scores)["tau_interval"]
     assert low < high
+
+
+def by_hand(sample_id: str, correct: list[bool], left: int = 3) -> SampleScore:
+    """Three anchors with one slot each."""
+    anchors = np.arange(10, 10 + len(correct))
+    lefts = np.arange(left, left - len(correct), -1)
+    return SampleScore(
+        sample_id, None, anchors, lefts, np.array(correct)[:, None], (), np.zeros((len(correct), 0), int)
+    )
+
+
+def test_a_difference_is_paired_over_the_samples_that_both_have() -> None:
+    right, wrong = [True, True, True], [False, False, False]
+    base = [by_hand("a", right), by_hand("b", wrong), by_hand("c", wrong), by_hand("alone", right)]
+    other = [by_hand("c", right), by_hand("a", wrong), by_hand("b", wrong), by_hand("new", right)]
+    found = difference(other, base)
+    assert found is not None
+    # walks 2 + 1, 1 + 1 + 1 and 1 + 1 + 1 on either side, of other samples
+    assert (found["tau"], found["samples"], found["other_walks"]) == (0.0, 3, 2)
+    low, high = found["interval"]  # type: ignore[misc]
+    assert low < 0 < high
+    # samples differ from each other, and not at all between the two sides: pairing leaves nothing
+    assert difference(base, base) == {"tau": 0.0, "interval": [0.0, 0.0], "samples": 4, "other_walks": 0}
+    worse = difference([by_hand(score.sample_id, wrong) for score in base], base)
+    assert worse is not None
+    assert worse["tau"] == 12 / 12 - 12 / 10
+
+
+def test_a_difference_between_other_samples_is_none() -> None:
+    base = [by_hand("a", [True])]
+    assert difference([by_hand("b", [True])], base) is None
+    assert difference([by_hand("a", [True, True])], base) is None
+    assert difference([by_hand("a", [True], left=2)], base) is None
+    assert difference([], base) is None
 
 
 def test_nothing_to_score_is_told_apart_from_a_bad_drafter(scores: list[SampleScore]) -> None:

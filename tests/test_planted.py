@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from planted import loader, shifted, unit
 
 import hscache
 from hscache import compare
@@ -52,8 +53,7 @@ def manifest(corpus: Path) -> Any:
 
 
 def change_target(patch: pytest.MonkeyPatch, change: Callable[[LoadedTarget], LoadedTarget]) -> None:
-    load = loading.load_target
-    patch.setattr(loading, "load_target", lambda *args: change(load(*args)))
+    patch.setattr(loading, "load_target", loader(change))
 
 
 def change_states(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], tap: int = 4) -> None:
@@ -70,14 +70,6 @@ def change_sample(patch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> No
     """Change what capture hands to the writer."""
     samples = capture.Pending.samples
     patch.setattr(capture.Pending, "samples", lambda self, **kw: change(list(samples(self, **kw))))
-
-
-def tap_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    def shifted(target: LoadedTarget) -> LoadedTarget:
-        layers = [target.layers[max(i - 1, 0)] for i in range(len(target.layers))]
-        return dataclasses.replace(target, layers=torch.nn.ModuleList(layers))
-
-    change_target(patch, shifted)
 
 
 def renormed(norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Patch:
@@ -101,10 +93,6 @@ def renormed(norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Patc
         change_sample(patch, change)
 
     return plant
-
-
-def unit(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
 def swap_equal_lengths(patch: pytest.MonkeyPatch) -> None:
@@ -158,7 +146,7 @@ BEFORE_COMMIT: dict[str, tuple[str, Patch]] = {
     "every token the same state": ("constant-tap", lambda p: change_states(p, lambda x: x[:, 4:5].expand_as(x), tap=7)),
 }
 BY_VERIFY: dict[str, tuple[str, Patch]] = {
-    "tap off by one": ("recompute-differs", tap_off_by_one),
+    "tap off by one": ("recompute-differs", lambda p: change_target(p, shifted(-1))),
     "two equal-length samples swapped": ("recompute-differs", swap_equal_lengths),
     "final state without norm": ("head-mismatch", renormed(lambda x, w: x)),
     "norm w for 1+w": ("head-mismatch", renormed(lambda x, w: unit(x) * w)),

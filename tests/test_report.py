@@ -85,8 +85,9 @@ def row(run: Path, little: Little) -> dict[str, Any]:
 
 
 def figures(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a row says of the drafter, without the names."""
-    return {key: value for key, value in row.items() if key not in ("checkpoint", "resolved", "store")}
+    """Return what a row says of the drafter, without the names and the comparison with another row."""
+    names = ("checkpoint", "resolved", "store", "less_first")
+    return {key: value for key, value in row.items() if key not in names}
 
 
 def refusal(*args: Any, **options: Any) -> HscacheError:
@@ -179,6 +180,20 @@ def test_each_store_is_read_with_its_own_states(row: dict[str, Any], run: Path, 
     assert rows[1]["acc"] != row["acc"]
 
 
+def test_rows_are_compared_with_the_first_one_over_the_same_samples(run: Path, little: Little, tmp_path: Path) -> None:
+    def zero(_: Any, arrays: Any) -> None:
+        arrays["hidden_states"][:, 1] = arrays["hidden_states"][:, 0]
+
+    other = training_store(tmp_path / "other", edit=zero, says={"shape": SHAPE})
+    first, again, apart = evaluate([run], [little.path, little.path, other.path], device="cpu")["rows"]
+    assert first["less_first"] is None
+    same = {"tau": 0.0, "interval": [0.0, 0.0], "samples": first["samples"], "other_walks": 0}
+    assert again["less_first"] == same
+    less = apart["less_first"]
+    assert less["tau"] == apart["tau"] - first["tau"] != 0
+    assert 0 < less["other_walks"] <= less["samples"] == first["samples"]
+
+
 def test_more_or_fewer_samples(row: dict[str, Any], run: Path, little: Little, scores: list[SampleScore]) -> None:
     store = hscache.open(little.path)
     (every,) = evaluate([run], [little.path], held_out=1, device="cpu")["rows"]
@@ -253,9 +268,11 @@ def test_eval_as_tables(hstrain: Any, row: dict[str, Any], run: Path, little: Li
     numbers = (row["tau"], row["tau_all"], row["streak"], *row["ddtree"].values(), *row["acc"])
     assert all(f"{number:.3f}" in answer.out for number in (*numbers, *row["by_tag"].values()))
     assert str(little.path) not in answer.out  # one store needs no name
+    assert "first row" not in answer.out
     both = hstrain("eval", run, "--store", little.path, "--store", int8.path, "--device", "cpu").out
     lines = [line for line in "".join(both.split()).split("run") if "raw" in line or "int8" in line]
-    assert len(lines) == 2 * 4, "each table tells the stores apart"
+    assert len(lines) == 2 * 4 + 1, "each table tells the stores apart"
+    assert "tau less that of the first row, on the same samples" in both
 
 
 def test_drafters_of_other_block_sizes_share_the_tables(capsys: pytest.CaptureFixture[str], row: Any) -> None:

@@ -166,7 +166,7 @@ def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
     steps = np.concatenate([np.array(walk) for walk in walks])
     return {
         "tau": _tau(walks),
-        "tau_interval": _interval(walks),
+        "tau_interval": _middle(_drawn_taus(walks)),
         "tau_all": float(np.minimum(streak + 1, left).mean()),
         "streak": float(streak.mean()),
         "acc": [float(correct[there[:, k], k].mean()) if there[:, k].any() else None for k in range(K)],
@@ -185,16 +185,49 @@ def by_tag(scores: Sequence[SampleScore]) -> dict[str, float]:
     return {tag: float(figures["tau"]) for tag, figures in groups.items() if figures["samples"]}  # type: ignore[arg-type]
 
 
+def difference(scores: Sequence[SampleScore], base: Sequence[SampleScore]) -> dict[str, object] | None:
+    """Return how tau differs from that of other scores, over the samples that both have; None without any.
+
+    Keys, JSON-plain: ``tau``, the difference; its 95 % ``interval`` (bootstrap over samples, the same draws on both
+    sides); ``samples``; ``other_walks``, the samples on which serving would take other steps.
+
+    Args:
+        scores: Of one drafter on one store.
+        base: What they are compared with; samples with other anchors are left out.
+    """
+    before = {score.sample_id: score for score in base if len(score.anchors_N)}
+    pairs = [
+        (score.walk(score.streak), there.walk(there.streak))
+        for score in scores
+        if (there := before.get(score.sample_id)) is not None
+        and np.array_equal(score.anchors_N, there.anchors_N)
+        and np.array_equal(score.left_N, there.left_N)
+    ]
+    if not pairs:
+        return None
+    walks, others = ([pair[side] for pair in pairs] for side in (0, 1))
+    return {
+        "tau": _tau(walks) - _tau(others),
+        "interval": _middle(_drawn_taus(walks) - _drawn_taus(others)),
+        "samples": len(pairs),
+        "other_walks": sum(walk != other for walk, other in pairs),
+    }
+
+
 def _tau(walks: Sequence[Sequence[int]]) -> float:
     return sum(map(sum, walks)) / sum(map(len, walks))
 
 
-def _interval(walks: Sequence[Sequence[int]]) -> list[float]:
-    """Return the 95 % interval of tau when samples are drawn again with replacement."""
+def _drawn_taus(walks: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Return tau of samples drawn again with replacement, many times; for as many samples the draws are the same."""
     tokens, steps = (np.array([of(walk) for walk in walks]) for of in (sum, len))
     draws = random_of("bootstrap", len(walks)).integers(len(walks), size=(_BOOTSTRAPS, len(walks)))
-    taus = tokens[draws].sum(1) / steps[draws].sum(1)
-    return [float(q) for q in np.quantile(taus, (0.025, 0.975))]
+    return tokens[draws].sum(1) / steps[draws].sum(1)  # type: ignore[no-any-return]
+
+
+def _middle(values: NDArray[np.float64]) -> list[float]:
+    """Return the bounds of the middle 95 %."""
+    return [float(q) for q in np.quantile(values, (0.025, 0.975))]
 
 
 def _left(loss_mask: NDArray[np.uint8], anchors: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from hscache.store.layout import StorePaths
 from hscache.store.reader import Store
 from trainer.data import split
 from trainer.ddtree import SIZES
-from trainer.evaluate import SampleScore, by_tag, score_store, summarise
+from trainer.evaluate import SampleScore, by_tag, difference, score_store, summarise
 from trainer.importer import check_store, open_drafter
 from trainer.losses import Head
 
@@ -48,8 +48,9 @@ def evaluate(
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
     Returns:
-        JSON-plain: ``rows``, one for each checkpoint and store, as :func:`trainer.evaluate.summarise` with ``by_tag``
-        and ``by_position``; ``held_out``, ``precision``.
+        JSON-plain: ``rows``, one for each checkpoint and store, as :func:`trainer.evaluate.summarise` with ``by_tag``,
+        ``by_position``, and ``less_first``: :func:`trainer.evaluate.difference` from the first row, None in that;
+        ``held_out``, ``precision``.
 
     Raises:
         HscacheError: For what a user can mend.
@@ -57,6 +58,7 @@ def evaluate(
     where = pick_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     rows: list[dict[str, Any]] = []
+    first: list[SampleScore] | None = None
     for store_path in stores:
         store, target = hscache.open(store_path), load_head(StorePaths(store_path).target)
         head = Head(target, where, dtype)
@@ -83,6 +85,8 @@ def evaluate(
                     hint="name a larger --held-out or --samples",
                 )
             found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
+            found["less_first"] = None if first is None else difference(scores, first)
+            first = first or scores
             rows.append({"checkpoint": str(path), "resolved": facts["path"], "store": str(store_path), **found})
     return {"held_out": held_out, "precision": precision, "rows": rows}
 
@@ -104,6 +108,10 @@ def print_evaluation(found: dict[str, Any]) -> None:
     )
     columns = ["drafter", "tau", "95 %", "tau_all", "streak", "full block", *(f"DDTree-{n}" for n in SIZES)]
     table(title, columns, cells, right=range(1, len(columns)))
+    apart = [[name, *_apart(row["less_first"])] for name, row in zip(names, found["rows"], strict=True)]
+    if any(row["less_first"] for row in found["rows"]):
+        columns = ["drafter", "tau", "95 %", "samples", "other walks"]
+        table("tau less that of the first row, on the same samples", columns, apart[1:], right=range(1, 5))
     slots = max(len(row["acc"]) for row in found["rows"])
     acc = [[name, *map(_or_nothing, row["acc"])] for name, row in zip(names, found["rows"], strict=True)]
     table("accuracy by slot", ["drafter", *map(str, range(1, slots + 1))], acc, right=range(1, slots + 1))
@@ -141,6 +149,13 @@ def _by_position(scores: Sequence[SampleScore]) -> dict[str, float]:
     bins = np.searchsorted(POSITIONS, place, side="right") - 1
     names = [f"{low} .. {high - 1}" for low, high in itertools.pairwise(POSITIONS)] + [f"{POSITIONS[-1]} .."]
     return {name: float(yields[bins == b].mean()) for b, name in enumerate(names) if (bins == b).any()}
+
+
+def _apart(less: dict[str, Any] | None) -> list[str]:
+    if less is None:
+        return ["", "", "0", ""]
+    low, high = less["interval"]
+    return [f"{less['tau']:+.3f}", f"{low:+.3f} .. {high:+.3f}", str(less["samples"]), str(less["other_walks"])]
 
 
 def _or_nothing(value: float | None) -> str:
