@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import hscache
 from hscache.convert import Change, convert
 from hscache.store.head import load_head
 from tests import stores
@@ -106,6 +107,16 @@ def test_another_target_is_a_finding_with_its_known_effect(hstrain: Any, run: Pa
     (fact,) = [fact for fact in told.json if not fact["same"]]
     assert (fact["name"], fact["grave"], fact["effect"]) == (name, True, EFFECTS[name])
     assert fact["trained"] != fact["store"]
+
+
+@pytest.mark.parametrize("room", [-1, 0])
+def test_a_block_behind_the_longest_text_must_fit(hstrain: Any, little: Little, tmp_path: Path, room: int) -> None:
+    longest = int(hscache.open(little.path).n_tokens.max())
+    drafter = {"taps": [0, 2], "block_size": 4, "max_position_embeddings": longest + 4 + room}
+    manifest = train_manifest(drafter=drafter, data={"validation": 0.0}, optim={"max_steps": 1})
+    fit(manifest, little.path, tmp_path / "run", device="cpu")
+    answer = hstrain("doctor", tmp_path / "run", "--store", little.path)
+    assert (answer.status, "block size: a block behind" in answer.out) == ((1, True) if room else (0, False))
 
 
 REMARKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

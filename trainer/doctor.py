@@ -45,6 +45,7 @@ EFFECTS: dict[str, str] = {
     "target precision": "usually within noise: states are stored in bf16 either way",
     "codec": "lossy states: tools/measure_tau.py measures what they cost",
     "mask token": "must lie in the vocabulary and stand in no text, or blocks look like text",
+    "block size": "a block behind the longest text must fit the drafter's positions, or engines refuse it",
     "rope": "the drafter rotates whole heads with its own theta, whatever the target does",
     "live states": "the live target computes other states than the drafter was trained on: acceptance falls",
 }
@@ -117,6 +118,7 @@ def diagnose(
         _same("target precision", before.get("target_dtype"), there["target_dtype"], live.get("dtype"), grave=False),
         _same("codec", before.get("codec"), there["codec"], grave=False),
         Fact("mask token", mask, used, same=mask < config.vocab_size and used is None),
+        _block(config.block_size, config.max_position_embeddings, int(store.n_tokens.max())),
         Fact("rope", f"theta {config.rope_theta:g}, whole head of {config.head_dim}"),
     ]
     if live:
@@ -218,6 +220,13 @@ def _kernels(trained: object, store: object, live: Mapping[str, Any]) -> Fact:
     if not live.get("kernel_fallback"):
         return fact
     return replace(fact, live=f"{fact.live or 'not run'}: a fallback on this GPU", same=False, grave=True)
+
+
+def _block(block_size: int, positions: int, longest: int) -> Fact:
+    fits = longest + block_size <= positions
+    return Fact(
+        "block size", f"{block_size} tokens, {positions:,} positions", f"texts up to {longest:,} tokens", same=fits
+    )
 
 
 def _same(
