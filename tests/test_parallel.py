@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +127,13 @@ def test_bf16_products_give_nearly_the_same_step(little: Little) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
+    """Return a free port below those that the system gives to connections, which could take it before it is used."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, first)
+        with socket.socket() as made, suppress(OSError):
+            made.bind(("127.0.0.1", port))
+            return port
 
 
 STEP_JOBS: dict[str, dict[str, Any]] = {
