@@ -49,7 +49,7 @@ fla: assets  ## fla's real kernels through Triton's interpreter, and other versi
 	$(BIN)/python tools/fla_env.py
 	$(BIN)/python -m pytest -m fla
 
-oracle: assets  ## exports, masks and losses against dflash and speculators; a download once
+oracle: assets  ## exports, masks and losses against dflash and speculators, stores against tensorstore; a download once
 	$(BIN)/python tools/oracle_env.py
 	$(BIN)/python -m pytest -m oracle
 

@@ -182,7 +182,7 @@ def bench_readers(scratch: Path, samples: list[Arrays], repeats: int) -> dict[st
     try:
         readers["tensorstore"] = TensorStore(shard, starts).read
     except ImportError:
-        notes.append("tensorstore: not installed, skipped")
+        notes.append("tensorstore: not installed, skipped; python tools/oracle_env.py")
     result: dict[str, Any] = {"notes": notes}
     drop = cold_dropper([*flat.paths, *safetensors.paths, *torch_file.paths, *shard.glob("*/c.*")])
     if drop is None:

@@ -1,9 +1,9 @@
-"""Put other projects' drafter packages into a directory of their own: ``python tools/oracle_env.py``.
+"""Put other projects' packages into a directory of their own: ``python tools/oracle_env.py``.
 
-``tests/oracle`` holds our exports, masks and losses against them, and ``tools/bench_trainer.py`` our speed: dflash, the
-DFlash authors' reference, and speculators. They are installed without their dependencies (they pin other versions of
-transformers and pull gigabytes), with those that an import needs and this environment has not, into
-``~/.cache/hscache/``, once.
+``tests/oracle`` holds our exports, masks and losses against dflash, the DFlash authors' reference, and speculators, and
+our stores against tensorstore; ``tools/bench_trainer.py`` and ``tools/bench_store.py`` our speed. They are
+installed without their dependencies (they pin other versions of transformers and pull gigabytes), with those that an
+import needs and this environment has not, into ``~/.cache/hscache/``, once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ PACKAGES = (
     "pydantic-settings==2.16.3",
     "python-dotenv==1.2.4",
     "sniffio==1.3.1",
+    "tensorstore==0.1.86",
+    "ml_dtypes==0.6.0",
 )
 
 
 def directory() -> Path:
     """Return where the packages are, or would be."""
-    return Path("~/.cache/hscache/oracles-dflash-0.1.0-speculators-0.9.0").expanduser()
+    return Path("~/.cache/hscache/oracles-dflash-0.1.0-speculators-0.9.0-tensorstore-0.1.86").expanduser()
 
 
 def is_ready() -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle_env
 import torch
 import zarr
 from numpy.typing import NDArray
@@ -156,6 +157,7 @@ class TensorStore:
     """
 
     def __init__(self, shard: Path, starts: Sequence[int]) -> None:
+        oracle_env.import_oracles()
         import tensorstore
 
         self._starts = starts

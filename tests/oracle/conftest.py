@@ -42,6 +42,14 @@ def speculators(_oracles: None) -> Any:
 
 
 @pytest.fixture(scope="session")
+def tensorstore(_oracles: None) -> Any:
+    """The package tensorstore."""
+    import tensorstore
+
+    return tensorstore
+
+
+@pytest.fixture(scope="session")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny dense target on disk, as wide as the drafters of tests/drafters.py."""
     return tiny_targets.save("qwen3", tmp_path_factory.mktemp("target"))
