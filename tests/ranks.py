@@ -1,6 +1,7 @@
 """What the tests of many ranks run in each of them: ``python -m tests.ranks JOBS OUT``, under torchrun's variables.
 
-A job is JSON: its name, ``fit`` or ``step``, sections of :func:`tests.trainers.train_manifest`, a store, and a port.
+A job is JSON: its name; ``fit``, ``step`` or ``leave``; sections of :func:`tests.trainers.train_manifest`; a store, and
+a port.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from tests.trainers import train_manifest
 from trainer import step as step_module
 from trainer.fit import fit
 from trainer.manifest import TrainManifest
-from trainer.parallel import World, full
+from trainer.parallel import World, distribute, full
 from trainer.step import Trainer
+
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def first_step(manifest: TrainManifest, store: Path, world: World) -> dict[str, Any]:
@@ -54,6 +57,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job as one of its ranks."""
     os.environ["MASTER_PORT"] = str(job["port"])
     manifest, store = train_manifest(**job["sections"]), Path(job["store"])
+    if job["what"] == "leave":
+        world = World.join("cpu")
+        module = distribute(Trainer(manifest, store, ALONE).drafter, world, "ddp", "fp32")
+        ranks = world.gather(world.rank)
+        world.leave()
+        del module
+        return {"ranks": ranks}
     if job["what"] == "step":
         world = World.join("cpu")
         try:

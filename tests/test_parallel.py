@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import first_step, run
+from tests.ranks import ALONE, first_step, run
 from tests.stores import Little
 from tests.trainers import damage, train_manifest, training_store
 from trainer import masks
@@ -28,7 +28,6 @@ from trainer.parallel import World
 from trainer.step import Trainer
 
 Found = dict[str, Any]
-ALONE = World(0, 1, torch.device("cpu"))
 UNCLIPPED = {"optim": {"clip": 1e9, "warmup": 0.0}}
 
 
@@ -156,6 +155,32 @@ def from_start(start: Path, parallel: str) -> dict[str, Any]:
     return with_kind({"data": {"packs_per_step": 2}, "drafter": {"start": str(start)}}, parallel)
 
 
+def on_two_ranks(jobs: list[dict[str, Any]], root: Path) -> dict[str, list[Found]]:
+    """Do jobs in one pair of processes; return job -> what each rank found, where both found something."""
+    for job in jobs:
+        job["port"] = free_port()
+    (root / "jobs.json").write_text(json.dumps(jobs, default=str))
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.ranks", str(root / "jobs.json"), str(root)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(Path(__file__).parents[1])},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=400)[1] for process in processes]  # a hang is a failure
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n\n".join(said)
+    return {
+        job["name"]: [torch.load(root / f"{job['name']}-{rank}.pt", weights_only=False) for rank in range(2)]
+        for job in jobs
+    }
+
+
 @pytest.fixture(scope="module")
 def two(little: Little, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
     """All jobs of two ranks, done by one pair of processes: job -> what each rank found."""
@@ -211,30 +236,19 @@ def two(little: Little, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     jobs.append({"name": "skip", "what": "fit", "store": bad.path, "sections": skip, "out": root / "skip-run"})
     refuse = {"data": {"max_bad_samples": 0, "packs_per_step": 2}, "run": {"parallel": "ddp"}}
     jobs.append({"name": "refuse", "what": "fit", "store": bad.path, "sections": refuse, "out": root / "refuse-run"})
-    for job in jobs:
-        job["port"] = free_port()
-    (root / "jobs.json").write_text(json.dumps(jobs, default=str))
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.ranks", str(root / "jobs.json"), str(root)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(Path(__file__).parents[1])},
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=400)[1] for process in processes]  # a hang is a failure
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n\n".join(said)
-    found = {
-        job["name"]: [torch.load(root / f"{job['name']}-{rank}.pt", weights_only=False) for rank in range(2)]
-        for job in jobs
-    }
+    found = on_two_ranks(jobs, root)
     found["paths"] = [{"root": root, "bad": bad.path}]
     return found
+
+
+def test_leaving_does_not_wait_for_a_thread_that_waits_for_us(little: Little, tmp_path: Path) -> None:
+    """Gloo's threads may still hold Python objects of the last collective; see World.leave."""
+    jobs = [
+        {"name": f"leave {i}", "what": "leave", "store": little.path, "sections": with_kind({}, "ddp")}
+        for i in range(40)
+    ]
+    found = on_two_ranks(jobs, tmp_path)
+    assert [[rank["ranks"] for rank in ranks] for ranks in found.values()] == [[[0, 1], [0, 1]]] * 40
 
 
 def bad_sample(little: Little) -> str:

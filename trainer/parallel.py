@@ -7,6 +7,7 @@ number of ranks, or another kind of them.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -84,8 +85,14 @@ class World:
             dist.barrier()
 
     def leave(self) -> None:
-        """End the process group."""
+        """End the process group.
+
+        A group of gloo stays in memory. Its destructor holds the interpreter's lock while it waits for a thread of its
+        own, which may want that lock to let go of its last work: in torch 2.13 a process could so hang after its run.
+        """
         if self.size > 1 and dist.is_initialized():
+            if dist.get_backend() == "gloo":
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
             dist.destroy_process_group()
 
 
