@@ -151,12 +151,20 @@ def test_a_mask_token_that_stands_in_a_text_is_a_finding(hstrain: Any, run: Path
     assert hstrain("doctor", run, "--store", other.path).status == 1
 
 
-def test_a_released_folder_says_less_and_is_compared_where_it_does(run: Path, little: Little, tmp_path: Path) -> None:
+def test_a_released_folder_says_less_and_is_compared_where_it_does(
+    hstrain: Any, run: Path, little: Little, tmp_path: Path
+) -> None:
     drafter, _ = load_drafter(run)
     export_zlab(drafter, load_head(little.path / "target"), tmp_path / "zlab", provenance={"target": "little"})
     facts = diagnose(tmp_path / "zlab", little.path)
     assert differing(facts) == []
     assert by_name(facts, "target weights").trained is None
+    out = hstrain("doctor", tmp_path / "zlab", "--store", little.path).out
+    marks = {
+        name: [line for line in out.splitlines() if line.strip().startswith(name)]
+        for name in ("target weights", "taps")
+    }
+    assert [lines[0].split()[-2:] for lines in marks.values()] == [["not", "said"], ["3]", "same"]]
     assert by_name(facts, "taps").trained == [0, 2]
 
 

@@ -129,8 +129,7 @@ def diagnose(
 
 def print_diagnosis(facts: list[Fact]) -> None:
     """Print the facts as a table, and below it what each difference does."""
-    marks = {True: "same", False: "DIFFERS"}
-    rows = [[f.name, *map(_text, (f.trained, f.store, f.live)), marks[f.same]] for f in facts]
+    rows = [[f.name, *map(_text, (f.trained, f.store, f.live)), _mark(f)] for f in facts]
     table("what the drafter was trained on, and what it is used on", ["fact", "trained", "store", "live", ""], rows)
     for fact in facts:
         if not fact.same:
@@ -235,8 +234,15 @@ def _same(
     known = [value for value in (trained, store, live) if value is not None]
     same = all(value == known[0] for value in known)
     if short and same:  # digests say nothing to people, unless they differ
-        trained, store, live = (value and "same files" for value in (trained, store, live))
+        said = "same files" if len(known) > 1 else "known"
+        trained, store, live = (value and said for value in (trained, store, live))
     return Fact(name, trained, store, live, same, grave)
+
+
+def _mark(fact: Fact) -> str:
+    """Say what the facts are to one another: one alone is no agreement."""
+    alone = fact.trained is None and (fact.store is None or fact.live is None)
+    return "DIFFERS" if not fact.same else "not said" if alone else "same"
 
 
 def _text(value: object) -> str:
