@@ -285,7 +285,9 @@ class _Job:
                 for number in self._plan.batches[shard]:
                     if self._stop:
                         raise Interrupted(self._stop[0])
-                    for pending in capturer.start(spool.batch(number)):
+                    rows = spool.batch(number)
+                    work.expected += len(rows)
+                    for pending in capturer.start(rows):
                         in_flight.append(writer.submit(work.take, pending))
                     collect(_BATCHES_IN_FLIGHT)
                 # here: on the writer thread the next shard's calls would be counted with this one's
@@ -344,6 +346,8 @@ class _Shard:
         self._codec_error = CodecError() if manifest.store.codec in lossy.NAMES else None
         self.rejected = 0
         self.bytes = 0
+        self.expected = 0
+        """Samples that will be taken; counted where the batches are made."""
 
     def take(self, pending: Pending) -> int:
         """Check and append the samples of a forward batch; return their tokens."""
@@ -365,7 +369,13 @@ class _Shard:
         return tokens
 
     def commit(self, attributes: dict[str, Any]) -> None:
-        """Make the shard visible."""
+        """Make the shard visible, if every sample was taken.
+
+        When one was not, by a fault that passed (a full disk has room for small files), this call may be on its way
+        already: whoever waits for that sample is told, but only later.
+        """
+        if self._writer.n_samples != self.expected:
+            raise RuntimeError(f"{self._writer.n_samples} of {self.expected} samples taken")
         self._destination.parent.mkdir(exist_ok=True)
         health = self._health.to_json()
         if self._codec_error is not None:

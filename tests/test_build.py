@@ -27,9 +27,12 @@ import hscache
 import hscache.build as build_module
 from hscache.build import build
 from hscache.cli import app
-from hscache.errors import ConflictError, EnvironmentFault
+from hscache.errors import ConflictError, EnvironmentFault, IntegrityError
+from hscache.repair import repair
 from hscache.store import shard_writer
-from hscache.store.index import committed_shards, load_index
+from hscache.store.index import committed_shards, load_index, read_shard
+from hscache.store.layout import StorePaths, canonical_json, group_metadata
+from hscache.store.shard_writer import ShardWriter
 from hscache.verify import verify
 from tests.conftest import SMOLLM2, smollm2_manifest
 
@@ -288,6 +291,48 @@ def test_a_disk_that_fills_up_stops_the_build_cleanly_and_it_can_go_on(
     assert n > 0
     assert {f.code for f in verify(store).findings} == {"shard-missing"}
     assert build(quick(short_corpus), store).built == len(committed_shards(reference)) - n
+    assert contents(store) == contents(reference)
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.EIO, "bad sector"), OSError(errno.ENOSPC, "full"), MemoryError()])
+def test_a_shard_that_lost_a_sample_to_a_fault_that_passed_is_not_committed(
+    short_corpus: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    """The sample is the shard's last one: its commit is on its way before anybody hears of the fault."""
+    store, add, calls = tmp_path / "store", ShardWriter.add, 0
+    last = len(read_shard(StorePaths(reference).shard(1))["samples"]["sample_id"])
+    last += len(read_shard(StorePaths(reference).shard(0))["samples"]["sample_id"])
+
+    def failing(self: ShardWriter, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            raise fault
+        add(self, *args)
+
+    monkeypatch.setattr(ShardWriter, "add", failing)
+    with pytest.raises((EnvironmentFault, MemoryError)):
+        build(quick(short_corpus), store)
+    monkeypatch.undo()
+    assert committed_shards(store) == [0]
+    assert {f.code for f in verify(store).findings} == {"shard-missing"}
+    build(quick(short_corpus), store)
+    assert contents(store) == contents(reference)
+
+
+def test_a_shard_with_other_samples_than_planned_ends_a_build_with_an_error(
+    short_corpus: Path, reference: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(reference, store)
+    path = StorePaths(store).shard(1)
+    body = read_shard(path, whole=True)
+    body["samples"] = {name: values[1:] for name, values in body["samples"].items()}
+    (path / "zarr.json").write_bytes(canonical_json(group_metadata(body)))
+    with pytest.raises(IntegrityError, match=r"00001.zarr has \d+ samples, not the \d+ that were planned") as caught:
+        build(quick(short_corpus), store)
+    assert "hscache repair" in str(caught.value.hint)
+    assert repair(store).ok
     assert contents(store) == contents(reference)
 
 

@@ -176,10 +176,33 @@ def build_index(root: Path, *, skip_damaged: bool = False) -> pa.Table:
 
 
 def finalize(root: Path, staging: Path) -> pa.Table:
-    """Derive ``index.parquet`` from the shards and return it."""
+    """Derive ``index.parquet`` from the shards and return it.
+
+    Raises:
+        IntegrityError: ``store-damaged``: a shard has other samples than were planned for it.
+    """
     index = build_index(root)
+    _require_planned(root, index)
     replace_file(StorePaths(root).index, sealed_bytes(index), staging)
     return index
+
+
+def _require_planned(root: Path, index: pa.Table) -> None:
+    """Check that the committed shards have the samples that the plan gave them."""
+    plan, present = read_plan(root), pa.array(committed_shards(root), PLAN_SCHEMA.field("shard").type)
+    planned = plan.filter(pc.is_in(plan["shard"], present)).select(["corpus_row", "shard"])
+    there = index.filter(pc.greater_equal(index["shard"], 0)).select(["corpus_row", "shard"])
+    pairs = [
+        set(zip(*(table[name].to_pylist() for name in table.schema.names), strict=True)) for table in (planned, there)
+    ]
+    if pairs[0] != pairs[1]:
+        shard = min(shard for _, shard in pairs[0] ^ pairs[1])
+        has, wanted = (sum(s == shard for _, s in pair) for pair in reversed(pairs))
+        raise IntegrityError(
+            "store-damaged",
+            f"{shard_name(shard)} has {has} samples, not the {wanted} that were planned",
+            hint=f"hscache repair {root} builds it again",
+        )
 
 
 def table_digest(table: pa.Table) -> str:

@@ -168,6 +168,11 @@ class ShardWriter:
         self._tokens = 0
         self._loss = 0
 
+    @property
+    def n_samples(self) -> int:
+        """Samples added whole or rejected."""
+        return len(self._rows)
+
     def add(self, sample_id: str, corpus_row: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Append a sample.
 
