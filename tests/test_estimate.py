@@ -92,7 +92,8 @@ for name, sections in json.loads(sys.argv[2]).items():
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict[str, int]]]:
     """Shape -> growth of resident memory in bytes, and the terms counted.
 
-    Tensors have pages of their own there, so that what the allocator keeps for later does not count.
+    Tensors have pages of their own there, so that what the allocator keeps for later does not count. The smallest of
+    three: pages of libraries that come back meanwhile can only add.
     """
     path = tmp_path_factory.mktemp("estimate") / "store"
     with pytest.MonkeyPatch.context() as patch:
@@ -110,10 +111,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, d
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
     command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(path), json.dumps(SHAPES), json.dumps(small)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert answer.returncode == 0, answer.stderr
-    lines = [json.loads(line) for line in answer.stdout.splitlines()]
-    return {name: (growth, terms) for name, growth, terms in lines}
+    found: dict[str, tuple[int, dict[str, int]]] = {}
+    for _ in range(3):
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert answer.returncode == 0, answer.stderr
+        for name, growth, terms in map(json.loads, answer.stdout.splitlines()):
+            found[name] = min(found.get(name, (growth, terms)), (growth, terms), key=lambda one: one[0])
+    return found
 
 
 @pytest.mark.parametrize("shape", SHAPES)
