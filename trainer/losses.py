@@ -53,7 +53,8 @@ class Head:
     def __init__(self, target: TargetHead, device: torch.device | str, dtype: torch.dtype) -> None:
         self.embed_VH = target.embed.to(device)
         self.lm_head_VH = target.lm_head.to(device, dtype)
-        self.scale, self.softcap = float(target.facts["head"]["scale"]), target.facts["head"]["softcap"]
+        softcap = target.facts["head"]["softcap"]
+        self.scale, self.softcap = float(target.facts["head"]["scale"]), None if softcap is None else float(softcap)
         self.vocab_size = self.lm_head_VH.shape[0]
 
     def logits(self, x_RH: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class TargetHead:
 
         scale, softcap = float(self.facts["head"]["scale"]), self.facts["head"]["softcap"]
         logits = torch.nn.functional.linear(final_state.float(), self.lm_head.float()) * scale
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        # as a float: JSON's whole numbers may be larger than torch's
+        return logits if softcap is None else torch.tanh(logits / float(softcap)) * float(softcap)
 
 
 def write_target(

@@ -120,7 +120,7 @@ class _Samples(_Part):
 
 class _Head(_Part):
     scale: _Number
-    softcap: _Number | None
+    softcap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
 class _Load(_Part):

@@ -193,6 +193,16 @@ def test_changed_records_give_errors_of_ours(victims: Victims, data: st.DataObje
     fuzz(victims, data)
 
 
+@pytest.mark.parametrize("softcap", [-(2**63) - 1, 2**63, 10**30, 10**400, 0, -1.0, 1e308])
+def test_any_number_as_softcap_gives_an_answer_or_an_error_of_ours(victims: Victims, softcap: float) -> None:
+    name = "target/target.json"
+    load, seal = RECORDS[name]
+    body = load(victims.good["raw", name])
+    text = seal(change(body, ("head", "softcap"), softcap, remove=False))
+    with victims.changed("raw", name, text) as root:
+        check(root, must_be_seen=False)
+
+
 @pytest.mark.fuzz
 @settings(max_examples=5000, derandomize=False)
 @given(st.data())
