@@ -140,16 +140,21 @@ def decoded(ids: list[int], best: list[float], second: list[float]) -> Decoded:
 
 
 @pytest.mark.parametrize(
-    ("gap", "noise", "kind"), [(0.0, 0.0, "tie"), (0.02, 0.01, "noise"), (0.5, 0.01, "unexplained")]
-)
-def test_a_difference_is_a_tie_noise_or_a_fault(gap, noise, kind):
+    ("gap", "noise", "token", "kind"),
+    [
+        (0.0, 0.0, 6, "tie"), (0.0, 0.0, 7, "unexplained"), (0.0, 0.01, 7, "noise"), (0.02, 0.01, 7, "noise"),
+        (0.5, 0.01, 6, "unexplained"), (0.5, 0.01, 7, "unexplained"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_a_tie_noise_or_a_fault(gap, noise, token, kind):
+    """A tie is one of these two tokens: 5 and 6 are the plain side's best."""
     plain = decoded([3, 4, 5, 6], [9.0, 8.0, 7.0, 1.0], [1.0, 1.0, 7.0 - gap, 0.0])
-    drafted = decoded([3, 4, 7, 1], [9.0 + noise, 8.0, 7.0, 3.0], [1.0, 1.0, 7.0 - gap, 0.0])
+    drafted = decoded([3, 4, token, 1], [9.0 + noise, 8.0, 7.0, 3.0], [1.0, 1.0, 7.0 - gap, 0.0])
     found = difference(drafted, plain)
     assert found is not None
     assert (found["position"], found["kind"]) == (2, kind)
     assert (found["gap"], found["noise"]) == pytest.approx((gap, noise))
-    assert (found["drafted"]["token"], found["plain"]["token"]) == (7, 5)
+    assert (found["drafted"]["token"], found["plain"]["token"]) == (token, 5)
     assert found["plain"]["top_logits"] == [7.0, 7.0 - gap]
 
 

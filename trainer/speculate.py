@@ -181,8 +181,9 @@ def difference(drafted: Decoded, peer: Decoded) -> dict[str, Any] | None:
     Returns:
         ``position`` in the completion; of both sides the ``token``, and the two most likely tokens with their logits;
         ``gap``, the smaller distance between those two logits; ``noise``, how far the best logit of the two sides was
-        apart at most at the tokens before, which were equal; ``kind``: ``tie`` without a gap, ``noise`` for one that
-        is at most a few times the noise, else ``unexplained``, which is a fault of ours.
+        apart at most at the tokens before, which were equal; ``kind``: ``tie`` where one side has just these two
+        tokens as its best, without a gap, ``noise`` where the gap is at most a few times a noise that was seen, else
+        ``unexplained``, which is a fault of ours.
     """
     at = first_difference(drafted.ids, peer.ids)
     if at is None:
@@ -193,7 +194,11 @@ def difference(drafted: Decoded, peer: Decoded) -> dict[str, Any] | None:
         (abs(a[0] - b[0]) for a, b in zip(drafted.top_logits[:at], peer.top_logits[:at], strict=True)), default=0
     )
     gap = min(logits[at][0] - logits[at][1] for logits in (drafted.top_logits, peer.top_logits))
-    kind = "tie" if gap == 0 else "noise" if gap <= _NOISE_FACTOR * noise else "unexplained"
+    pair = {drafted.ids[at], peer.ids[at]}
+    tied = any(s.top_logits[at][0] == s.top_logits[at][1] and set(s.top_ids[at]) == pair for s in (drafted, peer))
+    # an equal pair of other tokens says nothing of these two
+    near = noise > 0 and gap <= _NOISE_FACTOR * noise
+    kind = "tie" if tied else "noise" if near else "unexplained"
     sides = {
         name: {"token": side.ids[at], "top_ids": side.top_ids[at], "top_logits": side.top_logits[at]}
         for name, side in (("drafted", drafted), ("plain", peer))
