@@ -3,7 +3,8 @@
 Read top to bottom: :func:`build` stages the corpus, claims the store, and loops over the shards that are not committed
 yet. One thread runs the target; another checks, packs and writes what it hands over, at most two forward batches
 behind, so that memory stays at the model and a few batches however long the corpus is. A shard becomes visible when it
-is whole; whatever stops the process, the next start redoes at most the shards in progress.
+is whole, and the next one's files are begun after that: whatever stops the process, the next start redoes at most the
+one in progress, and forward batches that nothing was written of.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -294,7 +296,7 @@ class _Job:
                 seen = {"oom_splits": capturer.oom_splits, **self._ran(observation.take(), shard)}
                 in_flight.append(writer.submit(self._commit, work, shard, seen))
                 done += 1
-                # the shard before this one is committed by now: a kill costs two shards at most, however short they are
+                # the shard before this one is committed by now, so that at most one waits for its first write
                 collect(_BATCHES_IN_FLIGHT)
             collect(0)
         progress.close()
@@ -340,7 +342,7 @@ class _Shard:
         assert manifest.target.shape is not None
         specs = manifest_specs(manifest, manifest.target.shape.hidden_size)
         self._destination = destination
-        self._writer = ShardWriter(staging / uuid.uuid4().hex, specs, manifest.store.codec)
+        self._open_writer = partial(ShardWriter, staging / uuid.uuid4().hex, specs, manifest.store.codec)
         assert isinstance(manifest.states.taps, tuple)
         self._health = Health(len(manifest.states.taps) + 1)
         self._codec_error = CodecError() if manifest.store.codec in lossy.NAMES else None
@@ -348,6 +350,11 @@ class _Shard:
         self.bytes = 0
         self.expected = 0
         """Samples that will be taken; counted where the batches are made."""
+
+    @cached_property
+    def _writer(self) -> ShardWriter:
+        """Made by the writer thread, behind the commit of the shard before: files are those of one shard only."""
+        return self._open_writer()
 
     def take(self, pending: Pending) -> int:
         """Check and append the samples of a forward batch; return their tokens."""

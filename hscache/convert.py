@@ -263,26 +263,23 @@ class _Conversion:
         rows = self._rows(shard)
         seen = _Seen(len(self._picks) + ("final_state" in self._store.specs), self._head)
         asked = set(spread(np.flatnonzero([not row["reason"] for row in rows]), _KL_SAMPLES_PER_SHARD).tolist())
-        try:
-            for number, row in enumerate(rows):
-                if stop:
-                    raise Interrupted(stop[0])
-                if row["reason"]:
-                    writer.reject(row["sample_id"], row["corpus_row"], row["n_tokens"], row["reason"], row["detail"])
-                    continue
-                stored = self._store.stored(self._store.index_of(row["sample_id"]))
-                states = self._states(stored)
-                arrays = {**self._rest(stored), **self._written(stored, states)}
-                writer.add(row["sample_id"], row["corpus_row"], arrays)
-                seen.states(states)
-                if self._encodes:
-                    before = np.flatnonzero(stored["loss_mask"][1:]) if number in asked else np.zeros(0, np.int64)
-                    seen.decoded(states, decoded(arrays, self._specs), spread(before, _KL_ROWS_PER_SAMPLE))
-                progress.advance(row["n_tokens"])
-            destination.parent.mkdir(exist_ok=True)
-            writer.commit(destination, self._attributes(record, *seen.finish()))
-        finally:
-            writer.close()
+        for number, row in enumerate(rows):
+            if stop:
+                raise Interrupted(stop[0])
+            if row["reason"]:
+                writer.reject(row["sample_id"], row["corpus_row"], row["n_tokens"], row["reason"], row["detail"])
+                continue
+            stored = self._store.stored(self._store.index_of(row["sample_id"]))
+            states = self._states(stored)
+            arrays = {**self._rest(stored), **self._written(stored, states)}
+            writer.add(row["sample_id"], row["corpus_row"], arrays)
+            seen.states(states)
+            if self._encodes:
+                before = np.flatnonzero(stored["loss_mask"][1:]) if number in asked else np.zeros(0, np.int64)
+                seen.decoded(states, decoded(arrays, self._specs), spread(before, _KL_ROWS_PER_SAMPLE))
+            progress.advance(row["n_tokens"])
+        destination.parent.mkdir(exist_ok=True)
+        writer.commit(destination, self._attributes(record, *seen.finish()))
 
     def _rows(self, shard: int) -> list[dict[str, Any]]:
         samples = read_shard(StorePaths(self._store.path).shard(shard))["samples"]

@@ -227,7 +227,6 @@ def test_writing_the_wrong_shape_or_type_is_a_programmers_error(tmp_path: Path) 
         writer = ShardWriter(tmp_path / str(i), specs, "raw")
         with pytest.raises(AssertionError):
             writer.add("s", 0, arrays)
-        writer.close()
 
 
 @pytest.mark.parametrize(

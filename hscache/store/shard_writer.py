@@ -12,7 +12,7 @@ every file, and is itself covered by a digest.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class SampleRow:
 
 class _ArrayWriter:
     def __init__(self, directory: Path, spec: ArraySpec, codec_name: str) -> None:
+        self._fd = -1
         directory.mkdir()
         self.directory, self.spec = directory, spec
         self.codec = Codec(codec_name if spec.packed else "raw", spec.dtype)
@@ -78,8 +79,13 @@ class _ArrayWriter:
         self._index: list[tuple[int, int]] = []
         self._offset = 0
         self._digest = xxhash.xxh3_128()
-        self._fd = -1
         self._begun = 0  # bytes whose way to the disk has begun
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # of a shard that is given up; bound above, since at the interpreter's end there is no os any more
+        if self._fd >= 0:
+            close(self._fd)
+            self._fd = -1
 
     def append(self, rows: NDArray[Any]) -> None:
         spec = self.spec
@@ -113,17 +119,13 @@ class _ArrayWriter:
             os.fsync(self._fd)
             name = data_file_name(self.spec)
             files[name] = {"bytes": self._offset, "xxh3_128": self._digest.hexdigest()}
-        self.close()
+            os.close(self._fd)
+            self._fd = -1
         metadata = canonical_json(array_metadata(self.spec, self.rows, self.codec.zarr_codecs()))
         write_file(self.directory / "zarr.json", metadata)
         files["zarr.json"] = {"bytes": len(metadata), "xxh3_128": xxhash.xxh3_128_hexdigest(metadata)}
         fsync_directory(self.directory)
         return {f"{self.spec.name}/{name}": entry for name, entry in files.items()}
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
     def _write_chunk(self, chunk: NDArray[Any]) -> None:
         data = self.codec.encode(chunk)
@@ -235,11 +237,6 @@ class ShardWriter:
                 hint=f"rm -r {destination}, then run the same command again",
             )
         return published
-
-    def close(self) -> None:
-        """Close the files of a shard that is given up."""
-        for writer in self._arrays.values():
-            writer.close()
 
 
 def _crc(data: memoryview) -> memoryview:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 from crash_loop import Loop, summary
-from faults import one_target
+from faults import interpose, one_target, small_manifest
+
+from hscache.build import build
+from hscache.store.layout import StorePaths
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +33,17 @@ def test_builds_killed_at_file_operations_end_as_if_nothing_had_happened(loop: L
     assert result["kills_landed"] == len(every)
     assert [result[what] for what in ("lost", "wrong", "litter")] == [0, 0, 0], result["bad"]
     assert {name.split()[0] for name in loop.points} == {"link", "fsync", "writev", "rename", "replace"}
+
+
+def test_the_files_of_one_shard_only_are_begun_at_any_time(tmp_path: Path) -> None:
+    begun: list[int] = []
+
+    def count(*_: object) -> None:
+        begun.append(len(list(StorePaths(tmp_path / "store").staging.glob("*/*/input_ids"))))
+
+    with one_target(), interpose(count, lambda *_: None):
+        build(small_manifest(tmp_path), tmp_path / "store")
+    assert set(begun) == {0, 1}
 
 
 def test_damage_and_litter_are_told(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
