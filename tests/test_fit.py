@@ -333,13 +333,12 @@ def test_a_flipped_byte_of_a_checkpoint_is_refused(little: Little, tmp_path: Pat
     run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
     folder = last(tmp_path / "run")
     size = (folder / name).stat().st_size
+    loads = [lambda path: load_state(last(path)), lambda path: run(little, path, manifest(optim={"max_steps": 2}))]
+    if name != "optimizer.safetensors":  # of no concern to who only uses the drafter
+        loads.append(load_drafter)
     for position in {1, 20, size // 3, size // 2, size - 2}:
         flip(folder / name, position)
-        for load in (
-            load_drafter,
-            lambda path: load_state(last(path)),
-            lambda path: run(little, path, manifest(optim={"max_steps": 2})),
-        ):
+        for load in loads:
             with pytest.raises(IntegrityError) as caught:
                 load(tmp_path / "run")
             assert caught.value.code == "checkpoint-damaged"
@@ -348,11 +347,23 @@ def test_a_flipped_byte_of_a_checkpoint_is_refused(little: Little, tmp_path: Pat
     load_drafter(tmp_path / "run")
 
 
-def test_a_missing_file_of_a_checkpoint_is_refused(little: Little, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["drafter.safetensors", "drafter.json"])
+def test_a_missing_file_of_a_checkpoint_is_refused(little: Little, tmp_path: Path, name: str) -> None:
     run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
-    (last(tmp_path / "run") / "optimizer.safetensors").unlink()
+    (last(tmp_path / "run") / name).unlink()
     with pytest.raises(IntegrityError) as caught:
         load_drafter(tmp_path / "run")
+    assert caught.value.code == "checkpoint-damaged"
+
+
+def test_without_its_moments_a_checkpoint_is_a_drafter_but_no_state_to_go_on_from(
+    little: Little, tmp_path: Path
+) -> None:
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
+    (last(tmp_path / "run") / "optimizer.safetensors").unlink()
+    load_drafter(tmp_path / "run")
+    with pytest.raises(IntegrityError) as caught:
+        run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
     assert caught.value.code == "checkpoint-damaged"
 
 

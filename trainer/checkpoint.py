@@ -205,17 +205,8 @@ def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict
     """
     from safetensors.torch import load
 
-    try:
-        state = json.loads((folder / _STATE).read_bytes())
-        data = {name: (folder / name).read_bytes() for name in state["files"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, str(error)) from error
-    if json_digest({key: value for key, value in state.items() if key != "digest"}) != state.get("digest"):
-        raise _damaged(folder, f"{_STATE} differs from its digest")
-    for name, digest in state["files"].items():
-        if xxhash.xxh3_128_hexdigest(data[name]) != digest:
-            raise _damaged(folder, f"{name} differs from its digest")
-    return load(data[_WEIGHTS]), load(data[_OPTIMIZER]), state
+    data = _read(folder, (_WEIGHTS, _OPTIMIZER, _SHAPE))
+    return load(data[_WEIGHTS]), load(data[_OPTIMIZER]), json.loads(data[_STATE])
 
 
 def load_drafter(path: Path) -> tuple[Drafter, dict[str, Any]]:
@@ -231,13 +222,15 @@ def load_drafter(path: Path) -> tuple[Drafter, dict[str, Any]]:
         InputError: ``not-a-checkpoint``.
         IntegrityError: ``checkpoint-damaged``.
     """
+    from safetensors.torch import load
+
     folder = _resolve(path)
-    weights, _, _ = load_state(folder)
+    data = _read(folder, (_WEIGHTS, _SHAPE))  # without the moments, which are twice as large
     try:
-        facts = json.loads((folder / _SHAPE).read_bytes())
+        facts = json.loads(data[_SHAPE])
         with torch.device("meta"):
             drafter = Drafter(_config(facts["drafter"]))
-        drafter.load_state_dict(weights, assign=True)
+        drafter.load_state_dict(load(data[_WEIGHTS]), assign=True)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(folder, str(error)) from error
     return drafter, {**facts, "path": str(folder)}
@@ -280,6 +273,22 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append a JSON object as one line."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _read(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return files of a checkpoint by name, and ``state.json``, compared with their digests."""
+    try:
+        data = {name: (folder / name).read_bytes() for name in (_STATE, *names)}
+        state = json.loads(data[_STATE])
+        digest, wanted = state.pop("digest"), {name: state["files"][name] for name in names}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(folder, str(error)) from error
+    if json_digest(state) != digest:
+        raise _damaged(folder, f"{_STATE} differs from its digest")
+    for name in names:
+        if xxhash.xxh3_128_hexdigest(data[name]) != wanted[name]:
+            raise _damaged(folder, f"{name} differs from its digest")
+    return data
 
 
 def _config(shape: dict[str, Any]) -> DrafterConfig:
