@@ -109,6 +109,7 @@ def reads(draw: st.DrawFn) -> dict[str, Any]:
         "columns": draw(st.none() | st.lists(st.integers(0, taps - 1), max_size=5)),
         "crc": draw(st.booleans()),
         # small enough that every path is taken with small arrays
+        "first": draw(st.sampled_from([1, 6, 50, 16 << 10])),
         "batch": draw(st.sampled_from([1, 7, 100, 1 << 20])),
         "gap": draw(st.sampled_from([3, 4, 4096])),
         "skip": draw(st.sampled_from([0, 1 << 14])),
@@ -128,6 +129,7 @@ def test_any_range_of_any_taps_is_what_zarr_reads(
         expected = np.asarray(zarr.open_array(str(directory), mode="r")[span])
         expected = expected if columns is None else expected[:, columns]
         with (
+            patch.object(direct, "_FIRST_BYTES", case["first"]),
             patch.object(direct, "_BATCH_BYTES", case["batch"]),
             patch.object(direct, "_MAX_GAP_BYTES", case["gap"]),
             patch.object(direct, "_SKIP_BYTES", case["skip"]),
@@ -305,6 +307,27 @@ def test_short_reads_of_the_kernel_lose_nothing(monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: real(fd, [parts[0][:most]], offset))
         for crc in (False, True):
             assert same_bits(read(opened(directory, spec), 1, 19, crc=crc), states[1:19])
+
+
+@pytest.mark.parametrize("chunk", [64, 8])
+@pytest.mark.parametrize("crc", [False, True])
+def test_the_calls_of_a_range_grow(monkeypatch: pytest.MonkeyPatch, chunk: int, crc: bool) -> None:
+    spec = states_spec(3, chunk, hidden=4096)  # chunks larger and smaller than a batch
+    states, real, got = random_states(256, spec), os.preadv, []
+    with written(spec, states, "raw") as directory:
+        file = opened(directory, spec)
+
+        def preadv(fd: int, parts: Any, offset: int) -> int:
+            got.append(real(fd, parts, offset))
+            return got[-1]
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert same_bits(read(file, 0, 256, crc=crc), states)
+    assert sum(got) >= states.nbytes
+    # a checked batch holds whole chunks
+    assert got[0] == 16 << 10 if chunk == 64 or not crc else got[0] < 1.1 * states[:chunk].nbytes
+    assert all(now <= 4.1 * sum(got[:k]) for k, now in enumerate(got) if k)
+    assert len(got) <= (12 if crc else 6)
 
 
 def test_a_wide_subset_of_taps_leaves_out_the_bytes_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
