@@ -296,21 +296,26 @@ class _Verifier:
             where = f"{shard_name(shard)}/{name}"
             try:
                 found = (path / name).stat().st_size
-            except FileNotFoundError:
+                digest = _file_digest(path / name) if self._full and found == entry["bytes"] else entry["xxh3_128"]
+            except (FileNotFoundError, NotADirectoryError):
                 self._find("file-missing", where, f"expected {entry['bytes']} bytes", shard)
+                whole = False
+                continue
+            except OSError as error:
+                self._find("file-content", where, f"cannot be read: {error}", shard)
                 whole = False
                 continue
             if found != entry["bytes"]:
                 self._find("file-size", where, f"{found} bytes, expected {entry['bytes']}", shard)
                 whole = False
-            elif self._full and _file_digest(path / name) != entry["xxh3_128"]:
+            elif digest != entry["xxh3_128"]:
                 self._find("file-content", where, "differs from its digest", shard)
                 # altered metadata can make zarr read anything, or raise anything: what it describes is not read
                 whole = whole and not name.endswith("zarr.json")
-        known = {*body["files"], "zarr.json"}
-        extra = [p for p in path.rglob("*") if p.is_file() and p.relative_to(path).as_posix() not in known]
-        for file in sorted(extra):
-            self._find("file-extra", f"{shard_name(shard)}/{file.relative_to(path)}", "no record names it", shard)
+        known = {path / name for name in (*body["files"], "zarr.json")}
+        # of a folder that nothing names, itself; and of no shard, since the shard's own data are right
+        folders = {path, *(file.parent for file in known)}
+        self._extra([p for p in path.rglob("*") if p.parent in folders and p not in known | folders])
         return whole
 
     def _contents(self, shard: int, path: Path, body: dict[str, Any], rows: list[dict[str, Any]]) -> None:

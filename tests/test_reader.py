@@ -418,6 +418,64 @@ def test_a_missing_or_truncated_file_of_the_target_is_damage(copied: Path, name:
     assert (error.code, name in error.message) == ("store-damaged", True)
 
 
+def _swapped(store: Path) -> None:
+    a, b, aside = (store / "shards" / name for name in ("00000.zarr", "00001.zarr", "aside"))
+    a.rename(aside)
+    b.rename(a)
+    aside.rename(b)
+
+
+def _foreign(store: Path) -> None:
+    other = make_store(store.parent / "other", time="2026-02-02T00:00:00Z").path / "shards/00001.zarr"
+    shutil.rmtree(store / "shards/00001.zarr")
+    other.rename(store / "shards/00001.zarr")
+
+
+def _index_of_before(store: Path) -> None:
+    # as a build leaves it that was killed behind its last shard: the sample s3 is rejected by now
+    whole = make_store(store.parent / "other")
+    (store / "index.parquet").write_bytes((whole.path / "index.parquet").read_bytes())
+
+
+@pytest.mark.parametrize("harm", [_swapped, _foreign, _index_of_before])
+def test_good_bytes_of_another_shard_store_or_time_are_damage(
+    harm: Callable[[Path], None], copied: Path, little: Little
+) -> None:
+    harm(copied)
+    store, refused = hscache.open(copied), set()
+    for i, sample_id in enumerate(store.sample_ids):
+        try:
+            sample = store.sample(i, kind="bits", crc=False)
+            assert same_bits(sample.hidden_states, little.arrays[sample_id]["hidden_states"]), sample_id
+        except IntegrityError as error:
+            refused.add((error.code, int(store._columns["shard"][i])))
+    where = {_swapped: {0, 1}, _foreign: {1}, _index_of_before: {0}}[harm]
+    assert refused == {("store-damaged", shard) for shard in where}
+
+
+def test_a_store_is_complete_when_the_planned_shards_are_there_not_so_many(copied: Path) -> None:
+    (copied / "shards/00001.zarr").rename(copied / "shards/00077.zarr")
+    assert not hscache.open(copied).complete
+
+
+def test_a_file_where_an_array_should_be_is_damage(copied: Path) -> None:
+    array = copied / "shards/00001.zarr/hidden_states"
+    shutil.rmtree(array)
+    array.write_bytes(b"")
+    store = hscache.open(copied)
+    at = store._columns["shard"].tolist().index(1)
+    assert error_of(lambda: store[at]).code == "store-damaged"
+
+
+@pytest.mark.parametrize("position", [-1, -100, 300])
+def test_a_flipped_bit_of_the_head_is_damage(copied: Path, position: int) -> None:
+    path = copied / "target" / "head.safetensors"
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+    assert error_of(lambda: load_head(copied / "target")).code == "store-damaged"
+
+
 def test_a_head_file_of_garbage_is_damage(copied: Path) -> None:
     path = copied / "target" / "head.safetensors"
     path.write_bytes(b"\xff" * path.stat().st_size)

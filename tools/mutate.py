@@ -11,12 +11,12 @@ A copy of a small store (default: one of two shards, made for this) gets, one af
 * ``delete``: every file and every shard deleted;
 * ``swap``: every two shards swapped; ``double``: a shard under another's number, and under a new one;
 * ``foreign``: a shard of another store in a shard's place, and under a new number;
-* ``extra``: a file or folder that nothing names, in every folder of the store.
+* ``extra``: a file, link or folder that nothing names, in every folder of the store.
 
-After each, ``verify`` (full) must find something or refuse, and a reader with ``verify=True`` must give each sample as
-it was or raise an error of ours. With files deleted, zarr-python, which knows no records, must give fill values (NaN,
-or an impossible id) for what is gone; our reader without any verification must not give other values either. Exit
-status 1 if anything went unseen.
+After each, ``verify`` (full) must find something or refuse, and a reader must give each sample as it was or raise an
+error of ours, both as it reads by default and with ``verify=True``. With files deleted, zarr-python, which knows no
+records, must give fill values (NaN, or an impossible id) for what is gone; our reader without any verification must not
+give other values either. Exit status 1 if anything went unseen.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Mutations:
         self.store, self.foreign = store, foreign
         self.tallies: dict[tuple[str, str], Tally] = {}
         self._rng = np.random.default_rng(seed)
-        self._truth = self._read(verified=True)
+        self._truth = self._read("digest")
         self._paths = StorePaths(store)
         self.shards = committed_shards(store)
         self.files = sorted(path for path in store.rglob("*") if path.is_file())
@@ -152,6 +152,12 @@ class Mutations:
             shutil.copytree(self._paths.target, folder / "copy")
             self._judge("extra", "folder", self._name(folder / "copy"))
             shutil.rmtree(folder / "copy")
+            (folder / "empty").mkdir()
+            self._judge("extra", "folder", self._name(folder / "empty"))
+            (folder / "empty").rmdir()
+            (folder / "link").symlink_to("nowhere")
+            self._judge("extra", "link", self._name(folder / "link"))
+            (folder / "link").unlink()
 
     def result(self) -> dict[str, Any]:
         """Return all counts as plain JSON; the store must be whole by now."""
@@ -188,15 +194,18 @@ class Mutations:
         tally.found += found
         if not found:
             tally.missed.append(f"{what}: verify found nothing")
-        try:
-            tally.refused += self._wrong_or_refused(verified=True)
-        except Exception as error:
-            tally.missed.append(f"{what}: the reader: {type(error).__name__}: {error}")
+        refused = []
+        for how in ("crc", "digest"):
+            try:
+                refused.append(self._wrong_or_refused(how))
+            except Exception as error:
+                tally.missed.append(f"{what}: the reader, {how}: {type(error).__name__}: {error}")
+        tally.refused += any(refused)
 
-    def _wrong_or_refused(self, *, verified: bool) -> bool:
+    def _wrong_or_refused(self, how: str) -> bool:
         """Read all samples; return whether any was refused, and raise if one is not as it was."""
         try:
-            values = self._read(verified=verified)
+            values = self._read(how)
         except HscacheError:
             return True
         if values.keys() != self._truth.keys():
@@ -207,12 +216,16 @@ class Mutations:
                 raise ValueError(f"gives other values for {sample_id}")
         return bool(refused)
 
-    def _read(self, *, verified: bool) -> Values:
-        """Return sample id -> array -> bytes, with no arrays for a sample that is refused."""
+    def _read(self, how: str) -> Values:
+        """Return sample id -> array -> bytes, with no arrays for a sample that is refused.
+
+        Args:
+            how: What is checked: ``nothing``, ``crc`` (the default of readers), or ``digest`` of the sample as well.
+        """
         store, out = hscache.open(self.store, decode_threads=1), {}
         for i, sample_id in enumerate(store.sample_ids):
             try:
-                out[sample_id] = _bytes(store.sample(i, kind="bits", verify=verified, crc=verified))
+                out[sample_id] = _bytes(store.sample(i, kind="bits", verify=how == "digest", crc=how != "nothing"))
             except HscacheError:
                 out[sample_id] = {}
         store.close()
@@ -222,7 +235,7 @@ class Mutations:
         """Without this file: nothing of ours unverified gives other values, and zarr gives fill values."""
         tally = self.tallies["delete", self._part(gone)]
         try:
-            self._wrong_or_refused(verified=False)
+            self._wrong_or_refused("nothing")
         except Exception as error:
             tally.missed.append(f"{self._name(gone)}: the reader without verification: {error}")
         if self._part(gone) != "array data":

@@ -83,10 +83,6 @@ def write_store(path: Path, samples: Sequence[Arrays], *, codec: str = "raw", ch
     paths = StorePaths(path)
     paths.shards.mkdir(parents=True)
     specs = array_specs(n_taps=taps, hidden_size=hidden, final_state=True, topk=0, chunk_tokens=chunk_tokens)
-    writer = ShardWriter(path / "staged", specs, codec)
-    for i, arrays in enumerate(samples):
-        writer.add(f"0-{i}", i, arrays)
-    writer.commit(paths.shard(0), {"shard": 0})
     body = {
         "format_version": FORMAT_VERSION,
         "manifest": {
@@ -101,7 +97,12 @@ def write_store(path: Path, samples: Sequence[Arrays], *, codec: str = "raw", ch
         "plan": {"digest": "", "shards": 1, "tokens": sum(len(arrays["input_ids"]) for arrays in samples)},
         "created": {},
     }
-    paths.manifest.write_bytes(canonical_json({**body, "digest": json_digest(body)}))
+    digest = json_digest(body)
+    paths.manifest.write_bytes(canonical_json({**body, "digest": digest}))
+    writer = ShardWriter(path / "staged", specs, codec)
+    for i, arrays in enumerate(samples):
+        writer.add(f"0-{i}", i, arrays)
+    writer.commit(paths.shard(0), {"shard": 0, "manifest_digest": digest})
     _write_index(path, 1)
 
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from hscache.errors import IntegrityError
 from hscache.store.buffers import page_aligned
 from hscache.store.crc import crc32c
-from hscache.store.layout import CRC_BYTES, ArraySpec, data_file_name
+from hscache.store.layout import CRC_BYTES, ArraySpec, damaged, data_file_name
 
 _ENTRY_BYTES = 16
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -410,16 +410,6 @@ class ArrayFile:
 
     def _damaged(self, what: str) -> IntegrityError:
         return damaged(self._directory, what)
-
-
-def damaged(directory: Path, what: str) -> IntegrityError:
-    """Return the error for an array of a shard whose bytes are not what was committed."""
-    store = directory.parent.parent.parent
-    return IntegrityError(
-        "store-damaged",
-        f"{directory.parent.name}/{directory.name}: {what}",
-        hint=f"hscache verify {store} --level full",
-    )
 
 
 def _scratch(use: str, n_bytes: int) -> NDArray[np.uint8]:

@@ -128,17 +128,24 @@ def check_target(directory: Path, *, full: bool) -> dict[str, Any]:
     if not whole:
         raise _damaged(path, "content differs from its digest")
     for name, entry in facts["files"].items():
-        try:
-            size = (directory / name).stat().st_size
-        except FileNotFoundError:
-            raise _damaged(directory / name, "missing") from None
-        if size != entry["bytes"] or (full and _entry(directory / name) != entry):
-            raise _damaged(directory / name, f"differs from its record ({size} bytes, expected {entry['bytes']})")
+        _check_file(directory / name, entry, full=full)
     return facts
 
 
+def _check_file(path: Path, entry: dict[str, Any], *, full: bool) -> None:
+    try:
+        size = path.stat().st_size
+        found = _entry(path) if full and size == entry["bytes"] else {**entry, "bytes": size}
+    except (FileNotFoundError, NotADirectoryError):
+        raise _damaged(path, "missing") from None
+    except OSError as error:
+        raise _damaged(path, f"cannot be read: {error}") from error
+    if found != entry:
+        raise _damaged(path, f"differs from its record ({size} bytes, expected {entry['bytes']})")
+
+
 def load_head(directory: Path) -> TargetHead:
-    """Load embedding, head and norm.
+    """Load embedding, head and norm, compared with their digest.
 
     Args:
         directory: ``STORE/target``.
@@ -151,6 +158,10 @@ def load_head(directory: Path) -> TargetHead:
 
     facts = check_target(directory, full=False)
     path = directory / _HEAD_FILE
+    if _HEAD_FILE not in facts["files"]:
+        raise _damaged(path, "not in the record")
+    # a wrong weight would pass into every loss and every figure
+    _check_file(path, facts["files"][_HEAD_FILE], full=True)
     try:
         tensors = load_file(path)
         embed = tensors["embed_tokens.weight"]

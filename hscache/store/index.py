@@ -20,6 +20,7 @@ from hscache.store.layout import (
     FORMAT_VERSION,
     StorePaths,
     canonical_json,
+    damaged,
     group_metadata,
     json_digest,
     shard_name,
@@ -106,7 +107,7 @@ def read_shard(path: Path, *, whole: bool = False) -> dict[str, Any]:
 
     Args:
         path: ``STORE/shards/NNNNN.zarr``.
-        whole: Ask for its origin (number, manifest, provenance, health) too, not for what reading needs alone.
+        whole: Ask for its origin (provenance, health) too, not for what reading needs alone.
 
     Returns:
         The ``hscache`` attributes: sample table, files, digests, provenance, health.
@@ -119,7 +120,7 @@ def read_shard(path: Path, *, whole: bool = False) -> dict[str, Any]:
         body = dict(json.loads(text)["attributes"][ATTRIBUTES_KEY])
         sealed = canonical_json(group_metadata(body)) == text
         check_shard(body, whole=whole)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise _damaged(path / "zarr.json", "missing") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path / "zarr.json", f"not readable: {error}") from error
@@ -232,5 +233,6 @@ def _read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
 
 
 def _damaged(path: Path, what: str) -> IntegrityError:
-    name = path if path.name != "zarr.json" else f"{shard_name(int(path.parent.stem))}/zarr.json"
-    return IntegrityError("store-damaged", f"{name}: {what}", hint="hscache verify STORE --level full")
+    if path.name == "zarr.json":
+        return damaged(path, what)
+    return IntegrityError("store-damaged", f"{path}: {what}", hint=f"hscache verify {path.parent} --level full")

@@ -45,6 +45,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hscache.errors import IntegrityError
 from hscache.store import lossy
 
 FORMAT_VERSION = 1
@@ -211,6 +212,18 @@ def data_file_name(spec: ArraySpec) -> str:
 def shard_name(shard: int) -> str:
     """Return the directory name of a shard below ``shards/``."""
     return f"{shard:05d}.zarr"
+
+
+def damaged(path: Path, what: str) -> IntegrityError:
+    """Return the error for a committed shard that is not what it should be.
+
+    Args:
+        path: ``STORE/shards/NNNNN.zarr``, or an array or file of it.
+        what: What is wrong with it.
+    """
+    shard = next((p for p in (path, *path.parents) if p.suffix == ".zarr"), path)
+    hint = f"hscache verify {shard.parent.parent} --level full"
+    return IntegrityError("store-damaged", f"{path.relative_to(shard.parent)}: {what}", hint=hint)
 
 
 def canonical_json(value: object) -> bytes:

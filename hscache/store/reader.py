@@ -12,9 +12,9 @@
 
 Rows come straight from the shard files (:mod:`hscache.store.direct`), packed chunks decoded by a few threads of this
 process; zarr-python reads the arrays of any other layout. What Zarr readers pass over in silence is an error here: a
-shard's record is compared with its digest and its files with their recorded sizes when the shard is first touched,
-every chunk touched with its checksum unless ``crc=False``, and, with ``verify=True``, the sample's bytes with the
-digest taken at capture.
+shard's record is compared with its digest, its files with their recorded sizes and its samples with the index when the
+shard is first touched, every chunk touched with its checksum unless ``crc=False``, and, with ``verify=True``, the
+sample's bytes with the digest taken at capture.
 
 A store may be read by any number of threads and be sent to other processes. Its memory does not grow with the shards:
 a bounded number of files is open at a time.
@@ -111,7 +111,9 @@ class Store:
         self._columns = {
             name: rows[name].to_numpy() for name in ("shard", "start", "n_tokens", "loss_start", "n_loss", "corpus_row")
         }
-        self._shards = ShardReader(self.path, self.specs.values(), decode_threads=decode_threads)
+        self._shards = ShardReader(
+            self.path, self.specs.values(), self.manifest["digest"], self._columns, decode_threads=decode_threads
+        )
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -145,7 +147,7 @@ class Store:
     @property
     def complete(self) -> bool:
         """Whether every planned shard is committed."""
-        return len(committed_shards(self.path)) == int(self.manifest["plan"]["shards"])
+        return set(committed_shards(self.path)) >= set(range(int(self.manifest["plan"]["shards"])))
 
     def index_of(self, sample_id: str) -> int:
         """Return the number of a sample.

@@ -168,13 +168,13 @@ class _Health(_Part):
 
 class _Shard(_Part):
     format_version: int
+    shard: _Count
+    manifest_digest: str
     samples: _Samples
     files: dict[_ShardFile, _File]
 
 
 class _WholeShard(_Shard):
-    shard: _Count
-    manifest_digest: str
     provenance: _Provenance
     health: _Health
 
@@ -201,7 +201,7 @@ def check_shard(body: dict[str, Any], *, whole: bool) -> None:
 
     Args:
         body: The attributes.
-        whole: Ask for its origin (number, manifest, provenance, health) too, not for what reading needs alone.
+        whole: Ask for its origin (provenance, health) too, not for what reading needs alone.
 
     Raises:
         ValueError: Naming the first field that is not as it must be.

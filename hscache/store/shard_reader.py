@@ -1,8 +1,9 @@
 """The shards of a store, opened as they are asked for.
 
 Opening an array costs a parse of its metadata and its shard index (about 0.1 ms), so a bounded number stays open, the
-least recently used being dropped first; whatever the store's size, memory and descriptors are bounded. A shard's
-record and the sizes of its files are checked once, when it is first touched.
+least recently used being dropped first; whatever the store's size, memory and descriptors are bounded. When a shard is
+first touched, it is checked once that it is the shard meant: of this store, with this number, its samples lying where
+the index says, its files of the sizes recorded. Checksums tell damaged bytes; only this tells good bytes of others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hscache.errors import IntegrityError
 from hscache.store.buffers import page_aligned
-from hscache.store.direct import ArrayFile, damaged, read_layout
+from hscache.store.direct import ArrayFile, read_layout
 from hscache.store.index import read_shard
-from hscache.store.layout import ArraySpec, StorePaths
+from hscache.store.layout import ArraySpec, StorePaths, damaged
+
+PLACE = ("corpus_row", "start", "n_tokens", "loss_start", "n_loss")
+"""What the index and a shard's own table both say of a sample: which it is, and where."""
 
 _MAX_OPEN = 128
 _MAX_DECODE_THREADS = 4
@@ -35,14 +38,23 @@ class ShardReader:
     Args:
         root: Store directory.
         specs: Arrays of the store.
+        manifest_digest: Of the store's manifest, which every shard names.
+        samples: Where the index says that the store's samples lie; columns of :data:`PLACE`, and ``shard``.
         decode_threads: Threads that unpack the packed chunks of a read; None for the machine's cores, at most 4.
         max_open: Arrays, and so descriptors, that stay open.
     """
 
     def __init__(
-        self, root: Path, specs: Iterable[ArraySpec], *, decode_threads: int | None = None, max_open: int = _MAX_OPEN
+        self,
+        root: Path,
+        specs: Iterable[ArraySpec],
+        manifest_digest: str,
+        samples: Mapping[str, NDArray[Any]],
+        *,
+        decode_threads: int | None = None,
+        max_open: int = _MAX_OPEN,
     ) -> None:
-        self._paths = StorePaths(root)
+        self._paths, self._manifest_digest, self._samples = StorePaths(root), manifest_digest, samples
         self._specs = {spec.name: spec for spec in specs}
         self._threads = decode_threads or min(os.cpu_count() or 1, _MAX_DECODE_THREADS)
         self._max_open = max_open
@@ -111,7 +123,9 @@ class ShardReader:
                 return file
         path = self._paths.shard(shard)
         if shard not in self._checked:
-            check_files(path, read_shard(path))
+            body = read_shard(path)
+            check_files(path, body)
+            self._check_samples(shard, path, body)
             self._checked.add(shard)
         directory, spec = path / name, self._specs[name]
         layout = read_layout(directory, spec)
@@ -124,6 +138,17 @@ class ShardReader:
             while len(self._open) > self._max_open:
                 dropped.append(self._open.popitem(last=False)[1])
         return file
+
+    def _check_samples(self, shard: int, path: Path, body: dict[str, Any]) -> None:
+        if (body["shard"], body["manifest_digest"]) != (shard, self._manifest_digest):
+            store = "this" if body["manifest_digest"] == self._manifest_digest else "another"
+            raise damaged(path, f"holds shard {body['shard']} of {store} store")
+        table = body["samples"]
+        good = [i for i, reason in enumerate(table["reason"]) if not reason]
+        found = {tuple(table[name][i] for name in PLACE) for i in good}
+        at = np.flatnonzero(self._samples["shard"] == shard)
+        if found != set(zip(*(self._samples[name][at].tolist() for name in PLACE), strict=True)):
+            raise damaged(path, "its samples are not those of index.parquet")
 
     def _pool(self) -> Executor | None:
         if self._threads == 1:
@@ -177,18 +202,16 @@ def check_files(path: Path, body: dict[str, Any]) -> None:
     for name, entry in body["files"].items():
         try:
             found = (path / name).stat().st_size
-        except FileNotFoundError:
-            found = -1
+            differs = name.endswith("zarr.json") and _digest(path / name) != entry["xxh3_128"]
+        except (FileNotFoundError, NotADirectoryError):
+            raise damaged(path / name, f"missing, expected {entry['bytes']} bytes") from None
+        except OSError as error:
+            raise damaged(path / name, f"cannot be read: {error}") from error
         if found != entry["bytes"]:
-            seen = "missing" if found < 0 else f"{found} bytes"
-            raise IntegrityError(
-                "store-damaged",
-                f"{path.name}/{name}: {seen}, expected {entry['bytes']} bytes",
-                hint="hscache verify STORE --level full",
-            )
-        if name.endswith("zarr.json") and xxhash.xxh3_128_hexdigest((path / name).read_bytes()) != entry["xxh3_128"]:
-            raise IntegrityError(
-                "store-damaged",
-                f"{path.name}/{name}: differs from its digest",
-                hint="hscache verify STORE --level full",
-            )
+            raise damaged(path / name, f"{found} bytes, expected {entry['bytes']} bytes")
+        if differs:
+            raise damaged(path / name, "differs from its digest")
+
+
+def _digest(path: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())
