@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _BATCHES_IN_FLIGHT = 2
 _FREE_MARGIN_BYTES = 256 << 20
+_SMALLER = 'build elsewhere, with fewer taps (--set "states.taps=[...]"), or with --set store.codec=zstd'
 
 
 @dataclass
@@ -128,7 +129,7 @@ def build(
         digest = claim(paths, document, plan, staging.path)
         _set_strays_aside(paths, staging.path)
         todo = sorted(set(range(len(plan.batches))) - set(committed_shards(out)))
-        require_space(bytes_needed(plan, manifest, todo), out)
+        require_space(bytes_needed(plan, manifest, todo), out, codec=manifest.store.codec)
         report = BuildReport(str(out), len(plan.batches), built=len(todo))
         if todo or not paths.target.exists():
             what = f"{len(todo)} of {len(plan.batches)} shards to build" if todo else "target/ to write"
@@ -149,22 +150,25 @@ def _set_strays_aside(paths: StorePaths, staging: Path) -> None:
             path.rename(staging / f"stray-{path.name}")
 
 
-def require_space(needed: int, out: Path) -> None:
+def require_space(needed: int, out: Path, *, codec: str, hint: str = _SMALLER) -> None:
     """Refuse a build that cannot fit, before it begins.
 
     Args:
-        needed: Bytes still to write.
+        needed: Bytes still to write, unpacked.
         out: Store directory, which need not exist.
+        codec: Packed states are counted as half; should they become larger, the disk is watched at each shard.
+        hint: What else to do.
 
     Raises:
         EnvironmentFault: ``disk-full``.
     """
     free = free_bytes(out)
+    needed //= 2 if codec in ("lz4", "zstd") else 1
     if needed and needed + _FREE_MARGIN_BYTES > free:
         raise EnvironmentFault(
             "disk-full",
             f"{out}: {size(needed)} to write, {size(free)} free ({size(_FREE_MARGIN_BYTES)} of it kept)",
-            hint='build elsewhere, with fewer taps (--set "states.taps=[...]"), or with --set store.codec=zstd',
+            hint=hint,
         )
 
 
@@ -383,7 +387,6 @@ class _Shard:
         """
         if self._writer.n_samples != self.expected:
             raise RuntimeError(f"{self._writer.n_samples} of {self.expected} samples taken")
-        self._destination.parent.mkdir(exist_ok=True)
         health = self._health.to_json()
         if self._codec_error is not None:
             health["codec"] = self._codec_error.to_json()

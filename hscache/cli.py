@@ -137,7 +137,7 @@ def plan(
         emit_json(numbers)
     else:
         print_plan(numbers, parsed, where)
-    require_space(numbers["needed_bytes"], where)
+    require_space(numbers["needed_bytes"], where, codec=numbers["codec"])
 
 
 @app.command()
@@ -209,14 +209,23 @@ def verify(
 
     Example: hscache verify runs/demo/store --recompute 4
     """
-    from hscache.report import print_verify, verify_with_states
+    from hscache.errors import IntegrityError
+    from hscache.report import parse_kernels, print_verify, verify_with_states
     from hscache.verify import verify as run_verify
 
+    if kernels:
+        parse_kernels(kernels)  # before the whole store is read
     report = run_verify(store, level)
-    states = verify_with_states(
-        report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target, device=device,
-        plot=plot, show=not json,
-    )  # fmt: skip
+    try:
+        states = verify_with_states(
+            report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target,
+            device=device, plot=plot, show=not json,
+        )  # fmt: skip
+    except IntegrityError as error:
+        if report.ok:
+            raise
+        # the findings say what it is
+        states = {"not_compared": {"sentence": f"states were not compared: {error.message}"}}
     if json:
         emit_json({**report.to_json(), **states})
     print_verify(report)
@@ -250,7 +259,11 @@ def repair(
     from hscache.report import print_repair
 
     kernels = KernelPolicy("auto", allow_fallback, accept_path)
-    report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
+    try:
+        report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
+    except Interrupted as stop:
+        say(f"{stop}: what was not built again is as it was. To go on:\n  {_command_line()}")
+        raise typer.Exit(128 + stop.signum) from None
     if json:
         emit_json(asdict(report))
     print_repair(report)

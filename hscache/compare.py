@@ -235,7 +235,7 @@ def fault(comparison: Comparison, codec: str = "raw") -> str:
 
     Args:
         comparison: Of the two.
-        codec: Of the store whose states went through one, where the other's did not.
+        codec: The coarsest that one of them went through.
     """
     mean = _RECOMPUTE_MEAN if codec != "int4" else 1 - WORST_COSINE[codec]
     for tap in comparison.taps:
@@ -441,7 +441,15 @@ def _ids(row: CorpusRow) -> Any:
 
 
 def _pick(n: int, count: int) -> Iterator[int]:
-    """Return sorted random numbers below n, the same at every run."""
+    """Return sorted random numbers below n, the same at every run.
+
+    Raises:
+        InputError: ``store-unfinished``.
+    """
+    if n == 0:
+        raise InputError(
+            "store-unfinished", "no sample is stored yet", hint="hscache build, then the same command again"
+        )
     yield from sorted(np.random.default_rng(0).choice(n, min(n, count), replace=False).tolist())
 
 

@@ -35,11 +35,11 @@ from hscache.errors import ConfigError, InputError
 from hscache.manifest import BuildManifest, Codec, parse_manifest
 from hscache.plan import Plan, manifest_specs
 from hscache.store import lossy
-from hscache.store.durable import Staging, copy_file, publish_directory
+from hscache.store.durable import Staging, copy_file, disk_errors, publish_directory
 from hscache.store.head import TargetHead, check_target, load_head
 from hscache.store.index import committed_shards, finalize, read_plan, read_shard
 from hscache.store.layout import ArraySpec, StorePaths, json_digest, scales_name
-from hscache.store.reader import Store, as_torch, decoded
+from hscache.store.reader import Store, as_torch, coarsest_codec, decoded
 from hscache.store.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -122,20 +122,21 @@ def convert(source: Path, out: Path, change: Change) -> ConvertReport:
     manifest = changed_manifest(store, change)
     paths = StorePaths(out)
     refuse_foreign(out)
-    with Staging(paths.staging) as staging, stop_on_signal() as stop:
+    with disk_errors(out), Staging(paths.staging) as staging, stop_on_signal() as stop:
         plan = Plan(read_plan(source), store.manifest["corpus"], [], {})
         digest = claim(paths, _document(store.manifest, manifest), plan, staging.path)
         planned = range(store.manifest["plan"]["shards"])
         todo = sorted(set(planned) - set(committed_shards(out)))
         job = _Conversion(store, manifest, digest, staging.path)
-        require_space(sum(job.bytes_needed(shard) for shard in todo), out)
+        hint = "convert to another disk, with fewer --taps, or to a smaller --codec"
+        require_space(sum(job.bytes_needed(shard) for shard in todo), out, codec=manifest.store.codec, hint=hint)
         _copy_target(source, out, staging.path)
         progress = Progress("convert", sum(job.tokens(shard) for shard in todo), "tok")
         for shard in todo:
             job.convert(shard, paths.shard(shard), progress, stop)
         progress.close()
         index = finalize(out, staging.path)
-    exact = job.from_scheme is None and job.to_scheme is None
+    exact = coarsest_codec(store.manifest) == "raw" and job.to_scheme is None
     codecs = (store.manifest["manifest"]["store"]["codec"], manifest.store.codec)
     report = ConvertReport(str(source), str(out), codecs, exact, len(planned), len(todo))
     report.samples = int(np.count_nonzero(index["status"].to_numpy(zero_copy_only=False) == "ok"))
@@ -153,10 +154,11 @@ def changed_manifest(store: Store, change: Change) -> BuildManifest:
     """
     old = parse_manifest(store.manifest["manifest"], str(store.path))
     codec = change.codec or old.store.codec
-    if old.store.codec in lossy.NAMES and codec in lossy.NAMES and codec != old.store.codec:
+    before = coarsest_codec(store.manifest)
+    if before != "raw" and codec in lossy.NAMES and codec != old.store.codec:
         raise ConfigError(
             "convert-lossy",
-            f"{store.path}: its states went through {old.store.codec} already; {codec} would add its error to that",
+            f"{store.path}: its states went through {before} already; {codec} would add its error to that",
             hint="convert the lossless store that this one was made from",
         )
     taps = tuple(store.taps) if change.taps is None else change.taps
@@ -278,7 +280,6 @@ class _Conversion:
                 before = np.flatnonzero(stored["loss_mask"][1:]) if number in asked else np.zeros(0, np.int64)
                 seen.decoded(states, decoded(arrays, self._specs), spread(before, _KL_ROWS_PER_SAMPLE))
             progress.advance(row["n_tokens"])
-        destination.parent.mkdir(exist_ok=True)
         writer.commit(destination, self._attributes(record, *seen.finish()))
 
     def _rows(self, shard: int) -> list[dict[str, Any]]:

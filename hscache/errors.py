@@ -69,6 +69,7 @@ CODES: dict[str, str] = {
     "server-refused": "the serving engine answered with an HTTP status other than 200",
     "server-answer": "the serving engine's answer is not what OpenAI's API gives, or it could complete no prompt",
     # integrity
+    "store-converted": "a store made by convert has damage that only its source can mend",
     "store-damaged": "a store's file is missing, truncated or altered",
     "sample-digest": "a sample's bytes differ from its digest",
     "drafter-damaged": "a drafter's file is unreadable, or its weights are not numbers",

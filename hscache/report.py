@@ -14,13 +14,13 @@ from hscache.console import duration, facts, say, size, table
 from hscache.errors import ConfigError, EnvironmentFault, IntegrityError
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan, array_bytes, manifest_specs
-from hscache.store import lossy
 from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
 from hscache.store.layout import StorePaths
+from hscache.store.reader import coarsest_codec, codecs_of
 from hscache.verify import Finding, VerifyReport
 
 if TYPE_CHECKING:
-    from hscache.compare import Comparison, KernelsReport
+    from hscache.compare import Comparison, KernelsReport, Path_
     from hscache.convert import ConvertReport
     from hscache.repair import RepairReport
 
@@ -179,7 +179,7 @@ def verify_with_states(
     store, out = hscache.open(report.store), {}
     if recompute:
         again = compare.recompute(store, recompute, target=target, device=device)
-        bad = compare.fault(again)
+        bad = compare.fault(again, coarsest_codec(store.manifest))
         exact = min(tap.equal for tap in again.taps)
         sentence = f"recomputed {again.samples} samples alone: " + (bad or f"the stored states, {exact:.2%} bit by bit")
         out["recompute"] = {**asdict(again), "sentence": sentence}
@@ -188,12 +188,7 @@ def verify_with_states(
         if show:
             _print_distances("stored against recomputed", again)
     if kernels:
-        paths = tuple(kernels.split(","))
-        if len(paths) != 2 or not set(paths) <= {"torch", "fla", "bound"}:
-            raise ConfigError(
-                "kernel-choice", f"--kernels {kernels}: expected two of torch, fla, bound", hint="torch,fla"
-            )
-        two = compare.kernels(store, paths, samples, target=target, device=device)  # type: ignore[arg-type]
+        two = compare.kernels(store, parse_kernels(kernels), samples, target=target, device=device)
         out["kernels"] = two.to_json()
         if not two.agree:
             report.findings.append(Finding("kernels-differ", kernels, two.sentence))
@@ -203,8 +198,8 @@ def verify_with_states(
             plot_kernels(two, plot)
     if against:
         other = compare.against(store, hscache.open(against), samples)
-        codecs = {document["manifest"]["store"]["codec"] for document in (store.manifest, read_manifest(against))}
-        lossy_ones = sorted(codecs & set(lossy.NAMES))  # int4, the coarser, first
+        codecs = {coarsest_codec(document) for document in (store.manifest, read_manifest(against))}
+        lossy_ones = sorted(codecs - {"raw"})  # int4, the coarser, first
         bad = compare.fault(other, [*lossy_ones, "raw"][0])
         exact = min(tap.equal for tap in other.taps)
         same = f"the same states up to the error of {' and '.join(lossy_ones)}" if lossy_ones else "the same states"
@@ -215,6 +210,18 @@ def verify_with_states(
         if show:
             _print_distances(f"{report.store} against {against}", other)
     return out
+
+
+def parse_kernels(text: str) -> tuple[Path_, Path_]:
+    """Return reference and candidate of ``--kernels``.
+
+    Raises:
+        ConfigError: ``kernel-choice``.
+    """
+    paths = tuple(text.split(","))
+    if len(paths) != 2 or not set(paths) <= {"torch", "fla", "bound"}:
+        raise ConfigError("kernel-choice", f"--kernels {text}: expected two of torch, fla, bound", hint="torch,fla")
+    return paths  # type: ignore[return-value]
 
 
 def _print_distances(title: str, comparison: Comparison, ratios: list[float] | None = None) -> None:
@@ -301,6 +308,7 @@ def store_info(root: Path) -> dict[str, Any]:
         "final_state": document["manifest"]["states"]["final_state"],
         "topk": document["manifest"]["logits"]["topk"],
         "codec": document["manifest"]["store"]["codec"],
+        "codecs_before": codecs_of(document)[1:],
         "corpus": {"path": document["manifest"]["corpus"]["path"], **document["corpus"]},
         "shards": len(shards),
         "shards_planned": document["plan"]["shards"],
@@ -333,7 +341,11 @@ def print_info(info: dict[str, Any]) -> None:
         ("samples", f"{info['samples']:,} ({_reasons(info['rejected'])})"),
         ("tokens", f"{info['tokens']:,}, {info['loss_tokens']:,} supervised"),
         ("tags", ", ".join(f"{tag} {n}" for tag, n in info["tags"].items()) or "none"),
-        ("shards", f"{info['shards']} of {info['shards_planned']}, {size(info['shard_bytes'])}, codec {info['codec']}"),
+        (
+            "shards",
+            f"{info['shards']} of {info['shards_planned']}, {size(info['shard_bytes'])}, codec {info['codec']}"
+            + "".join(f", from {codec}" for codec in info["codecs_before"]),
+        ),
         ("target/", size(info["target_bytes"])),
     ]
     if info["provenance"]:

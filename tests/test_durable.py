@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from numpy.typing import NDArray
 
+from hscache.store import durable
 from hscache.store.durable import Staging, publish_directory, replace_file, write_file
 
 Arrays = dict[str, NDArray[Any]]
@@ -28,10 +29,18 @@ def test_a_published_directory_is_renamed_once_and_never_over_another(tmp_path: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["there"]
 
 
+def test_publishing_makes_and_syncs_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(durable, "fsync_directory", synced.append)
+    (tmp_path / "source").mkdir()
+    assert publish_directory(tmp_path / "source", tmp_path / "parent" / "there") is True
+    assert synced == [tmp_path / "source", tmp_path, tmp_path / "parent"]
+
+
 def test_publishing_where_no_directory_can_be_is_an_error_that_keeps_the_source(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with pytest.raises(OSError, match="No such file"):
-        publish_directory(tmp_path / "source", tmp_path / "no-parent" / "there")
+        publish_directory(tmp_path / "source", tmp_path / "no" / "parent" / "there")
     assert (tmp_path / "source").is_dir()
 
 

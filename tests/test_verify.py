@@ -19,7 +19,7 @@ from hscache.report import verify_with_states
 from hscache.store import lossy
 from hscache.store.codecs import NAMES
 from hscache.store.durable import Staging
-from hscache.store.index import finalize, read_shard
+from hscache.store.index import committed_shards, finalize, read_shard
 from hscache.store.layout import StorePaths, canonical_json, group_metadata
 from hscache.verify import FINDINGS, verify
 from tests.stores import VOCAB, Arrays, change_token, corpus_rows, flip, little_manifest, make_store
@@ -255,7 +255,10 @@ def _other_statistics(folder: Path) -> Path:
 
 @plant("statistics-outlier")
 def _shard_of_another_magnitude(folder: Path) -> Path:
-    return make_store(folder / "store", scale=lambda shard: 10.0 if shard == 1 else 1.0).path
+    rows, manifest = corpus_rows((20, 24, 31, 18, 22, 19)), little_manifest(store={"shard_bytes": 2500})
+    made = make_store(folder / "store", rows, manifest=manifest, scale=lambda shard: 10.0 if shard == 1 else 1.0)
+    assert len(committed_shards(made.path)) > 2
+    return made.path
 
 
 @plant("index-stale")

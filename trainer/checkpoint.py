@@ -183,7 +183,6 @@ def save_checkpoint(
 
     destination = paths.checkpoint(step)
     with disk_errors(paths.root), Staging(paths.staging) as staging:
-        paths.checkpoints.mkdir(exist_ok=True)
         folder = staging.path / "checkpoint"
         folder.mkdir()
         shape = {"drafter": asdict(config), "provenance": provenance, "step": step}

@@ -85,12 +85,15 @@ def publish_directory(source: Path, destination: Path) -> bool:
 
     Args:
         source: Directory below the store's ``staging/``; its files are synced already.
-        destination: Final path, on the same file system.
+        destination: Final path, on the same file system; its parent is made if it is not there.
 
     Returns:
         False when ``destination`` exists already (another process was first); ``source`` is then removed.
     """
     fsync_directory(source)
+    if not destination.parent.exists():
+        destination.parent.mkdir(exist_ok=True)
+        fsync_directory(destination.parent.parent)
     try:
         source.rename(destination)
     except OSError:

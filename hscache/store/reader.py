@@ -362,6 +362,22 @@ def specs_of(document: dict[str, Any]) -> list[ArraySpec]:
     )
 
 
+def codecs_of(document: dict[str, Any]) -> list[str]:
+    """Return the codecs that a store's states went through, the store's own first, from its ``manifest.json``."""
+    made = [document["manifest"]["store"]["codec"]]
+    before = document.get("converted")
+    while before:
+        made.append(before["codec"])
+        before = before["converted"]
+    return made
+
+
+def coarsest_codec(document: dict[str, Any]) -> str:
+    """Return the codec whose error a store's states carry, however they lie now: ``int4``, ``int8`` or ``raw``."""
+    made = codecs_of(document)
+    return next((codec for codec in ("int4", "int8") if codec in made), "raw")
+
+
 def decoded(values: dict[str, NDArray[Any]], specs: Iterable[ArraySpec]) -> dict[str, NDArray[Any]]:
     """Return the states of a lossy store's rows.
 
