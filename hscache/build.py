@@ -15,7 +15,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _BATCHES_IN_FLIGHT = 2
 _FREE_MARGIN_BYTES = 256 << 20
+PACKED = ("lz4", "zstd")
 _SMALLER = 'build elsewhere, with fewer taps (--set "states.taps=[...]"), or with --set store.codec=zstd'
 
 
@@ -126,12 +127,15 @@ def build(
             rows = _until_stopped(read_corpus(Path(manifest.corpus.path).expanduser()), stop)
             plan = make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
         document = store_document(manifest, file_digests(directory, fast=fast_digest), plan)
+        if not paths.manifest.exists():  # else a store that never fits would be begun, and bind whoever tries smaller
+            require_space(bytes_needed(plan, manifest, range(len(plan.batches)), target=True, least=True), out)
         digest = claim(paths, document, plan, staging.path)
         _set_strays_aside(paths, staging.path)
         todo = sorted(set(range(len(plan.batches))) - set(committed_shards(out)))
-        require_space(bytes_needed(plan, manifest, todo), out, codec=manifest.store.codec)
+        target_there = paths.target.exists()
+        require_space(bytes_needed(plan, manifest, todo, target=not target_there, least=True), out)
         report = BuildReport(str(out), len(plan.batches), built=len(todo))
-        if todo or not paths.target.exists():
+        if todo or not target_there:
             what = f"{len(todo)} of {len(plan.batches)} shards to build" if todo else "target/ to write"
             say(f"{what}; loading {directory.name} ({manifest.target.dtype})")
             job = _Job(manifest, plan, paths, staging.path, digest, kernels, stop)
@@ -150,20 +154,18 @@ def _set_strays_aside(paths: StorePaths, staging: Path) -> None:
             path.rename(staging / f"stray-{path.name}")
 
 
-def require_space(needed: int, out: Path, *, codec: str, hint: str = _SMALLER) -> None:
+def require_space(needed: int, out: Path, hint: str = _SMALLER) -> None:
     """Refuse a build that cannot fit, before it begins.
 
     Args:
-        needed: Bytes still to write, unpacked.
+        needed: Bytes still to write, at least; the disk is watched at each shard again.
         out: Store directory, which need not exist.
-        codec: Packed states are counted as half; should they become larger, the disk is watched at each shard.
         hint: What else to do.
 
     Raises:
         EnvironmentFault: ``disk-full``.
     """
     free = free_bytes(out)
-    needed //= 2 if codec in ("lz4", "zstd") else 1
     if needed and needed + _FREE_MARGIN_BYTES > free:
         raise EnvironmentFault(
             "disk-full",
@@ -172,12 +174,27 @@ def require_space(needed: int, out: Path, *, codec: str, hint: str = _SMALLER) -
         )
 
 
-def bytes_needed(plan: Plan, manifest: BuildManifest, todo: list[int]) -> int:
-    """Return the size of the shards' data files without packing; an upper bound for packed codecs."""
+def bytes_needed(plan: Plan, manifest: BuildManifest, todo: Sequence[int], *, target: bool, least: bool = False) -> int:
+    """Return what there is to write.
+
+    Args:
+        plan: The plan.
+        manifest: With its target's shape.
+        todo: Shards to write; their data files are counted without packing.
+        target: Whether ``target/`` is to be written, too.
+        least: Count packed states as half, less than which they hardly come to.
+    """
     assert manifest.target.shape is not None
     specs = manifest_specs(manifest, manifest.target.shape.hidden_size)
     rest = Plan(plan.table, plan.corpus, [], {}, [plan.shard_rows[shard] for shard in todo])
-    return sum(entry.files for entry in array_bytes(rest, specs))
+    arrays = sum(entry.files for entry in array_bytes(rest, specs))
+    return arrays // (2 if least and manifest.store.codec in PACKED else 1) + target * target_bytes(manifest)
+
+
+def target_bytes(manifest: BuildManifest) -> int:
+    """Return the size of ``target/`` in bf16: embedding and head; half as much where they are one."""
+    assert manifest.target.shape is not None
+    return 2 * 2 * manifest.target.shape.vocab_size * manifest.target.shape.hidden_size
 
 
 def free_bytes(path: Path) -> int:
@@ -252,12 +269,13 @@ class _Job:
             refuse_fallback(records, target.device, self._manifest.target.path)
         self._device = target.device
         self._context = context(target.device, target.report)
-        here = {**self._context, "kernels": kernels(records, target.device)}
+        self._planned = kernels(records, target.device)
+        here = {**self._context, "kernels": self._planned}
         say(f"kernel path: {describe_path(records)}")
         for shard in committed_shards(self._paths.root):
-            there = read_shard(self._paths.shard(shard), whole=True)["provenance"]
-            made = there["kernels"]
-            if made["path_id"] == self._kernels.accept_path:
+            record = read_shard(self._paths.shard(shard), whole=True)
+            there, made = record["provenance"], record["provenance"]["kernels"]
+            if made["path_id"] == self._kernels.accept_path or all(record["samples"]["reason"]):
                 continue
             self._paths_there[made["path_id"]] = there
             if made.get("planned_id") != here["kernels"]["planned_id"]:
@@ -287,6 +305,7 @@ class _Job:
         with ThreadPoolExecutor(1, "writer") as writer:
             for shard in todo:
                 self._require_room(shard)
+                forwards = capturer.forwards
                 work = _Shard(self._staging, self._manifest, self._paths.shard(shard))
                 for number in self._plan.batches[shard]:
                     if self._stop:
@@ -297,7 +316,8 @@ class _Job:
                         in_flight.append(writer.submit(work.take, pending))
                     collect(_BATCHES_IN_FLIGHT)
                 # here: on the writer thread the next shard's calls would be counted with this one's
-                seen = {"oom_splits": capturer.oom_splits, **self._ran(observation.take(), shard)}
+                ran = self._ran(observation.take(), shard) if capturer.forwards > forwards else self._nothing_ran()
+                seen = {"oom_splits": capturer.oom_splits, **ran}
                 in_flight.append(writer.submit(self._commit, work, shard, seen))
                 done += 1
                 # the shard before this one is committed by now, so that at most one waits for its first write
@@ -317,6 +337,10 @@ class _Job:
         self._paths_there = {here["kernels"]["path_id"]: here}
         return {"kernels": here["kernels"], "accepted_path": self._kernels.accept_path}
 
+    def _nothing_ran(self) -> dict[str, Any]:
+        """Return what a shard records that has no sample, since none fitted into memory: the path it would have run."""
+        return {"kernels": self._planned, "accepted_path": self._kernels.accept_path}
+
     def _commit(self, work: _Shard, shard: int, seen: dict[str, Any]) -> int:
         work.commit(
             {
@@ -330,7 +354,8 @@ class _Job:
         return 0
 
     def _require_room(self, shard: int) -> None:
-        if free_bytes(self._paths.root) < bytes_needed(self._plan, self._manifest, [shard]) + _FREE_MARGIN_BYTES // 4:
+        needed = bytes_needed(self._plan, self._manifest, [shard], target=False)
+        if free_bytes(self._paths.root) < needed + _FREE_MARGIN_BYTES // 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk says so, in the middle of a shard
 
     def _note(self, progress: Progress, done: int, total: int) -> str:

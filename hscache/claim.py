@@ -16,7 +16,7 @@ from hscache.errors import ConflictError
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan
 from hscache.store.durable import fsync_directory, replace_file, write_file
-from hscache.store.index import read_manifest, table_digest
+from hscache.store.index import committed_shards, read_manifest, table_digest
 from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
 from hscache.store.sealed import sealed_bytes
 
@@ -106,10 +106,11 @@ def _refuse_other(root: Path, there: dict[str, Any], document: dict[str, Any]) -
     # a changed limit changes the plan too: name the cause before its consequences
     differing.sort(key=lambda line: (not line.startswith("manifest."), line.startswith("plan.")))
     more = f"\n  and {len(differing) - 5} more" if len(differing) > 5 else ""
+    other = "build into another --out, or give the manifest, target and corpus that the store was begun with"
     raise ConflictError(
         "store-other-manifest",
         f"{root} was begun differently:\n  " + "\n  ".join(differing[:5]) + more,
-        hint="build into another --out, or give the manifest, target and corpus that the store was begun with",
+        hint=other if committed_shards(root) else f"it has no shard yet: rm -r {root} to begin anew; or {other}",
     )
 
 

@@ -137,7 +137,7 @@ def plan(
         emit_json(numbers)
     else:
         print_plan(numbers, parsed, where)
-    require_space(numbers["needed_bytes"], where, codec=numbers["codec"])
+    require_space(numbers["least_bytes"], where)
 
 
 @app.command()
@@ -209,7 +209,7 @@ def verify(
 
     Example: hscache verify runs/demo/store --recompute 4
     """
-    from hscache.errors import IntegrityError
+    from hscache.errors import HscacheError
     from hscache.report import parse_kernels, print_verify, verify_with_states
     from hscache.verify import verify as run_verify
 
@@ -221,7 +221,7 @@ def verify(
             report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target,
             device=device, plot=plot, show=not json,
         )  # fmt: skip
-    except IntegrityError as error:
+    except HscacheError as error:
         if report.ok:
             raise
         # the findings say what it is

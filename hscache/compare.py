@@ -214,12 +214,13 @@ def recompute(store: Store, count: int, *, target: Path | None = None, device: s
         target: Checkpoint directory; None for the manifest's.
         device: Where to run.
     """
+    picks = list(_pick(len(store), count))
     loaded = load_for(store, target, device)
     capturer = _capturer(store, loaded)
     distances = _Distances(_names(store), load_head(StorePaths(store.path).target))
     plan = read_plan(store.path)
     with observe_kernels(loaded.model):
-        for i in _pick(len(store), count):
+        for i in picks:
             sample = store.sample(i, kind="bits")
             # through the store's codec as well: then equal states stay equal, bit by bit
             width = _batch_width(plan, sample.sample_id)

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hscache
-from hscache.build import require_space
+from hscache.build import PACKED, require_space
 from hscache.checks import CodecError, Health, RowErrors, RowStats, compare_rows, kl_nats, reduce_rows, spread
 from hscache.claim import claim, now, refuse_foreign
 from hscache.console import Interrupted, Progress, say, stop_on_signal
@@ -129,7 +129,7 @@ def convert(source: Path, out: Path, change: Change) -> ConvertReport:
         todo = sorted(set(planned) - set(committed_shards(out)))
         job = _Conversion(store, manifest, digest, staging.path)
         hint = "convert to another disk, with fewer --taps, or to a smaller --codec"
-        require_space(sum(job.bytes_needed(shard) for shard in todo), out, codec=manifest.store.codec, hint=hint)
+        require_space(sum(map(job.bytes_needed, todo)) // (2 if manifest.store.codec in PACKED else 1), out, hint)
         _copy_target(source, out, staging.path)
         progress = Progress("convert", sum(job.tokens(shard) for shard in todo), "tok")
         for shard in todo:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
-from hscache.build import BuildReport, bytes_needed, free_bytes
+from hscache.build import BuildReport, bytes_needed, free_bytes, target_bytes
 from hscache.console import duration, facts, say, size, table
 from hscache.errors import ConfigError, EnvironmentFault, IntegrityError
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan, array_bytes, manifest_specs
-from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
+from hscache.store.index import committed_shards, load_index, read_manifest, read_shard, table_digest
 from hscache.store.layout import StorePaths
 from hscache.store.reader import coarsest_codec, codecs_of
 from hscache.verify import Finding, VerifyReport
@@ -38,7 +38,9 @@ def plan_json(plan: Plan, manifest: BuildManifest, out: Path) -> dict[str, Any]:
     assert manifest.target.shape is not None
     arrays = array_bytes(plan, manifest_specs(manifest, manifest.target.shape.hidden_size))
     shards = len(plan.batches)
-    done = set(committed_shards(out)) & set(range(shards))
+    same = _is_planned(out, plan)
+    done = set(committed_shards(out)) & set(range(shards)) if same else set()
+    todo, no_target = sorted(set(range(shards)) - done), not (same and StorePaths(out).target.exists())
     return {
         **plan.totals,
         "rejected_reasons": plan.reasons(),
@@ -53,11 +55,18 @@ def plan_json(plan: Plan, manifest: BuildManifest, out: Path) -> dict[str, Any]:
         "shards_committed": len(done),
         "files": shards * (2 * len(arrays) + 1),
         "batches": sum(len(batches) for batches in plan.batches),
-        "needed_bytes": bytes_needed(plan, manifest, sorted(set(range(shards)) - done)),
+        "target_bytes": target_bytes(manifest),
+        "needed_bytes": bytes_needed(plan, manifest, todo, target=no_target),
+        "least_bytes": bytes_needed(plan, manifest, todo, target=no_target, least=True),
         "free_bytes": free_bytes(out),
         "taps": list(manifest.states.taps),
         "codec": manifest.store.codec,
     }
+
+
+def _is_planned(out: Path, plan: Plan) -> bool:
+    """Tell whether a store was begun with this plan: shards of another one are none of it."""
+    return StorePaths(out).manifest.exists() and read_manifest(out)["plan"]["digest"] == table_digest(plan.table)
 
 
 def print_plan(plan: dict[str, Any], manifest: BuildManifest, out: Path) -> None:
@@ -67,6 +76,7 @@ def print_plan(plan: dict[str, Any], manifest: BuildManifest, out: Path) -> None
         for a in plan["arrays"]
     ]
     rows.append(("total", "", "", f"{plan['total_bytes']:,}", size(plan["total_file_bytes"])))
+    rows.append(("target/", "", "", f"{plan['target_bytes']:,}", size(plan["target_bytes"])))
     table(
         f"{manifest.target.path}, taps {plan['taps']}", ("array", "bytes/row", "rows", "bytes", "on disk"), rows,
         right=(1, 3, 4),

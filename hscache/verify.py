@@ -265,7 +265,8 @@ class _Verifier:
         tokens = sum(int(row["n_tokens"]) for row in good)
         self._report.tokens += tokens
         made = body["provenance"]
-        self._paths_seen.setdefault(made["kernels"]["path_id"], []).append(shard)
+        if good:  # else nothing ran
+            self._paths_seen.setdefault(made["kernels"]["path_id"], []).append(shard)
         self._paths_accepted.add(made["accepted_path"])
         if good and self._columns(shard, body["health"]):
             self._typical[shard] = body["health"]["typical_rms"]

@@ -20,19 +20,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from faults import contents
+from faults import contents, small_manifest
 from typer.testing import CliRunner
 
 import hscache
 import hscache.build as build_module
 from hscache.build import build
 from hscache.cli import app
-from hscache.errors import ConflictError, EnvironmentFault, IntegrityError
+from hscache.errors import ConfigError, ConflictError, EnvironmentFault, IntegrityError
 from hscache.repair import repair
 from hscache.store import shard_writer
 from hscache.store.index import committed_shards, load_index, read_shard
 from hscache.store.layout import StorePaths, canonical_json, group_metadata
 from hscache.store.shard_writer import ShardWriter
+from hscache.target.capture import Capturer
 from hscache.verify import verify
 from tests.conftest import SMOLLM2, smollm2_manifest
 
@@ -361,3 +362,88 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         peaks.append(int(done.stdout))
     assert resource.getpagesize() > 0
     assert peaks[1] <= 1.05 * peaks[0], f"{peaks[0]} KiB for 24 samples, {peaks[1]} KiB for 240"
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_shard_whose_samples_all_run_out_of_memory_is_a_shard_without_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stuck: int
+) -> None:
+    manifest, store = small_manifest(tmp_path), tmp_path / "store"
+    build(manifest, tmp_path / "whole")
+    ids = set(read_shard(StorePaths(tmp_path / "whole").shard(stuck))["samples"]["sample_id"])
+    forward = Capturer._forward
+
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def smaller(self: Capturer, rows: list[Any], width: int) -> Any:
+        # in a block behind others, whose kernels have run by then
+        hook = (
+            self._target.layers[5].register_forward_pre_hook(out_of_memory)
+            if {r.sample_id for r in rows} & ids
+            else None
+        )
+        try:
+            return forward(self, rows, width)
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Capturer, "_forward", smaller)
+        assert build(manifest, store).rejected == {"out-of-memory": len(ids)}
+    assert verify(store).findings == []
+    assert len(hscache.open(store)) == 6 - len(ids)
+    # the path that it would have run is no other one to a build that goes on
+    shutil.rmtree(store / "shards/00002.zarr")
+    assert build(manifest, store).built == 1
+    assert verify(store).findings == []
+
+
+def test_a_store_that_was_never_begun_binds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, manifest = tmp_path / "store", small_manifest(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "free_bytes", lambda _: 1 << 20)
+        with pytest.raises(EnvironmentFault) as full:
+            build(manifest, store)
+    assert (full.value.code, StorePaths(store).manifest.exists()) == ("disk-full", False)
+    smaller = manifest.model_copy(update={"states": manifest.states.model_copy(update={"taps": (1,)})})
+    build(smaller, store)
+    with pytest.raises(ConflictError) as begun:
+        build(manifest, store)
+    assert "rm -r" not in begun.value.hint
+
+
+def test_a_store_without_a_shard_can_be_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, manifest = tmp_path / "store", small_manifest(tmp_path)
+    odd = manifest.model_copy(update={"target": manifest.target.model_copy(update={"attn_implementation": "odd"})})
+    with pytest.raises(EnvironmentFault):
+        build(odd, store)
+    with pytest.raises(ConflictError) as begun:
+        build(manifest, store)
+    assert f"rm -r {store}" in begun.value.hint
+
+
+def test_the_target_is_counted_and_packed_states_at_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, asked = small_manifest(tmp_path), {}
+    target = 2 * 2 * 2048 * 256
+    for codec in ("raw", "zstd"):
+        chosen = manifest.model_copy(update={"store": manifest.store.model_copy(update={"codec": codec})})
+        needed: list[int] = []
+        monkeypatch.setattr(build_module, "require_space", lambda n, _, needed=needed: needed.append(n))
+        build(chosen, tmp_path / codec)
+        build(chosen, tmp_path / codec)
+        asked[codec] = needed
+    written = sum(p.stat().st_size for p in (tmp_path / "raw/shards").glob("*/*/c.*"))
+    # before the store is begun, when it is, and for a store that is whole
+    assert asked["raw"] == [written + target, written + target, 0]
+    assert asked["zstd"] == [written // 2 + target, written // 2 + target, 0]
+
+
+def test_more_logits_than_the_vocabulary_has_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    manifest = small_manifest(tmp_path)
+    manifest = manifest.model_copy(update={"logits": manifest.logits.model_copy(update={"topk": 3000})})
+    with pytest.raises(ConfigError) as caught:
+        build(manifest, tmp_path / "store")
+    assert (caught.value.code, "2048" in caught.value.message) == ("manifest-value", True)
+    assert not (tmp_path / "store").exists()

@@ -191,6 +191,31 @@ def test_verify_of_a_good_store_exits_with_0(run: Any, little: Little, level: st
     assert run("verify", little.path, "--level", level).out == ""
 
 
+@pytest.mark.parametrize("option", [["--recompute", "2"], ["--against", "other"]])
+def test_the_findings_are_told_when_states_cannot_be_compared(run: Any, tmp_path: Path, option: list[str]) -> None:
+    store = make_store(tmp_path / "store").path
+    make_store(tmp_path / "other")
+    for shard in (0, 1, 2):
+        flip(store / f"shards/{shard:05d}.zarr/final_state/c.0.0", 3)
+    arguments = [str(tmp_path / part) if part == "other" else part for part in option]
+    answer = run("verify", store, *arguments, "--target", TINY_HYBRID, "--json")
+    assert (answer.status, answer.json["ok"]) == (1, False)
+    assert "file-content" in {finding["code"] for finding in answer.json["findings"]}
+    assert "states were not compared" in answer.err
+
+
+def test_nothing_can_be_compared_of_a_store_without_samples(run: Any, tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", shards=[]).path
+    answer = run("verify", store, "--level", "quick", "--recompute", "2", "--target", TINY_HYBRID)
+    assert (answer.status, "states were not compared: no sample is stored yet" in answer.err) == (1, True)
+
+
+def test_a_wrong_choice_of_kernels_is_refused_before_the_store_is_read(run: Any, little: Little) -> None:
+    answer = run("verify", little.path, "--kernels", "torch,cuda")
+    assert (answer.status, answer.code) == (2, "kernel-choice")
+    assert "verify:" not in answer.err
+
+
 def test_verify_of_a_damaged_store_exits_with_1_and_lists_the_findings(run: Any, tmp_path: Path) -> None:
     store = make_store(tmp_path / "store").path
     flip(store / "shards/00001.zarr/final_state/c.0.0", 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 import hscache
+from hscache import build as build_module
 from hscache import convert as module
 from hscache.cli import main
 from hscache.console import Interrupted
 from hscache.convert import Change, convert
-from hscache.errors import HscacheError
+from hscache.errors import EnvironmentFault, HscacheError
 from hscache.store import lossy
 from hscache.store.codecs import NAMES
 from hscache.store.index import committed_shards, read_manifest, read_shard
@@ -106,6 +108,40 @@ def test_fewer_arrays_of_the_same_codec_keep_every_stored_bit(tmp_path: Path, co
     gone = {"logit_ids", "logit_logprobs", "logit_lse"} if change.topk == 0 else set()
     gone |= {name for name in there.specs if name.startswith("final_state") and not change.final_state}
     assert there.specs.keys() - here.specs.keys() == gone
+
+
+def test_a_disk_that_fills_up_stops_a_conversion_as_it_does_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = little(tmp_path)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.writev", full)
+        with pytest.raises(EnvironmentFault) as caught:
+            convert(source, tmp_path / "out", Change("zstd"))
+    assert (caught.value.code, str(tmp_path / "out") in caught.value.message) == ("disk-full", True)
+    assert convert(source, tmp_path / "out", Change("zstd")).built > 0
+
+
+@pytest.mark.parametrize(("codec", "fits"), [("int8", False), ("zstd", True)])
+def test_a_packed_store_is_given_a_disk_that_it_may_fit_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, fits: bool
+) -> None:
+    source = little(tmp_path)
+    needed = []
+    real = module.require_space
+    monkeypatch.setattr(module, "require_space", lambda n, *a, **k: (needed.append(n), real(n, *a, **k)))
+    convert(source, tmp_path / "measured", Change(codec))
+    monkeypatch.setattr(build_module, "free_bytes", lambda _: needed[0] * 2 // 3 + build_module._FREE_MARGIN_BYTES)
+    if fits:
+        convert(source, tmp_path / "out", Change(codec))
+        return
+    with pytest.raises(EnvironmentFault) as caught:
+        convert(source, tmp_path / "out", Change(codec))
+    assert (caught.value.code, "--taps" in caught.value.hint) == ("disk-full", True)
 
 
 def test_twice_converted_names_both(tmp_path: Path) -> None:

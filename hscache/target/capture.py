@@ -152,6 +152,8 @@ class Capturer:
         self._copy_stream = torch.cuda.Stream(target.device) if target.device.type == "cuda" else None
         self.oom_splits = 0
         """How often a batch was halved for lack of memory."""
+        self.forwards = 0
+        """Forward passes that came to their end."""
 
     def start(self, rows: list[CorpusRow], width: int | None = None) -> list[Pending]:
         """Run one forward batch; halve it as long as it does not fit into memory.
@@ -204,6 +206,7 @@ class Capturer:
                 attention_mask=torch.from_numpy(mask_BS).to(device),
                 use_cache=False,
             ).last_hidden_state
+        self.forwards += 1
         if short := self._length_fault(seen, final_BSH, ids_BS.shape):
             return Pending(rows, self._taps, {}, ("length-mismatch", short))
         final_NH = final_BSH.flatten(0, 1).index_select(0, valid_N)

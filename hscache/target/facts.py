@@ -108,13 +108,13 @@ def read_shape(spec: TargetSpec, directory: Path | None) -> TargetShape:
 
 
 def resolve_taps(manifest: BuildManifest, shape: TargetShape) -> BuildManifest:
-    """Return the manifest with its taps as numbers and its shape filled in.
+    """Return the manifest with its taps as numbers and its shape filled in, if the target has what it asks for.
 
     The default rule is ``round(linspace(1, L-3, 5))``. Most released drafters use other taps: theirs are in their
     config.
 
     Raises:
-        ConfigError: ``taps-invalid``.
+        ConfigError: ``taps-invalid``, ``manifest-value``.
     """
     taps = manifest.states.taps
     if taps == "default":
@@ -125,6 +125,10 @@ def resolve_taps(manifest: BuildManifest, shape: TargetShape) -> BuildManifest:
             "taps-invalid",
             f"states.taps {list(taps)}: expected ascending, distinct blocks from 0 to {shape.num_layers - 1}",
             hint="tap i is the output of decoder block i (HF hidden_states[i+1])",
+        )
+    if manifest.logits.topk > shape.vocab_size:
+        raise ConfigError(
+            "manifest-value", f"logits.topk: {manifest.logits.topk}, but the vocabulary has {shape.vocab_size} tokens"
         )
     return manifest.model_copy(
         update={
