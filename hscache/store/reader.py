@@ -195,8 +195,9 @@ class Store:
             kind: ``torch`` (states bfloat16), ``numpy`` (states float32), or ``bits`` (states as bf16 bits, uint16).
             verify: Check the sample's bytes against its digest; reads the whole sample.
             crc: Compare all chunks touched with their checksums; costs about a third of the reading.
-            out: Memory to read into, from :meth:`buffers`; the returned arrays are views of it (but for the float32
-                states of kind ``numpy``). None for fresh memory, which costs more time than the reading.
+            out: Memory to read into, from :meth:`buffers`; the returned arrays are views of it (but for what is not
+                stored as it is returned: float32 states of kind ``numpy``, states decoded from a lossy codec). None for
+                fresh memory, which costs more time than the reading.
 
         Raises:
             InputError: ``sample-unknown``, ``sample-range``, ``array-absent`` (a tap that is not stored).
