@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,15 @@ from tests.trainers import train_manifest
 from trainer import step as step_module
 from trainer.fit import fit
 from trainer.manifest import TrainManifest
-from trainer.parallel import World, distribute, full
+from trainer.parallel import World, distribute, whole_tensors
 from trainer.step import Trainer
 
 ALONE = World(0, 1, torch.device("cpu"))
+
+
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors as one process would have them, on every rank."""
+    return {name: tensor.clone() for name, tensor in whole_tensors(tensors.items(), ALONE).items()}
 
 
 def first_step(manifest: TrainManifest, store: Path, world: World) -> dict[str, Any]:
@@ -37,7 +43,7 @@ def first_step(manifest: TrainManifest, store: Path, world: World) -> dict[str, 
     def noting(parameters: Any, factor: float, largest: float) -> Any:
         norm = scale(parameters, factor, largest)
         grads = {name: p.grad for name, p in trainer.drafter.named_parameters()}
-        found["grads"] = {name: full(torch.zeros(()) if grad is None else grad) for name, grad in grads.items()}
+        found["grads"] = whole({name: torch.zeros(()) if grad is None else grad for name, grad in grads.items()})
         return norm
 
     step_module.scale_and_clip = noting  # type: ignore[assignment]
@@ -48,7 +54,7 @@ def first_step(manifest: TrainManifest, store: Path, world: World) -> dict[str, 
             found["record"] = trainer.step(0, packs)
     finally:
         step_module.scale_and_clip = scale
-    found["weights"] = {name: full(p) for name, p in trainer.drafter.named_parameters()}
+    found["weights"] = whole(dict(trainer.drafter.named_parameters()))
     found["validation"] = trainer.validate()
     return found
 
@@ -71,7 +77,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         finally:
             world.leave()
     try:
-        return asdict(fit(manifest, store, Path(job["out"]), device="cpu"))
+        # RANK in it is each rank's own place
+        return asdict(fit(manifest, store, Path(job["out"].replace("RANK", os.environ["RANK"])), device="cpu"))
     except HscacheError as error:
         return {"error": error.code, "message": error.message}
 
