@@ -696,6 +696,13 @@ def test_a_checkpoint_says_what_it_was_trained_on(little: Little, tmp_path: Path
     assert not [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".pt", ".pkl", ".bin")]
 
 
+def test_all_files_of_a_checkpoint_may_be_read_by_the_same_users(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 1}))
+    (tmp_path / "ours").touch()
+    modes = {path.stat().st_mode for path in last(tmp_path / "run").iterdir()}
+    assert modes == {(tmp_path / "ours").stat().st_mode}
+
+
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(InputError) as caught:

@@ -267,6 +267,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    with open(path, "xb") as file:
+        mode = os.fstat(file.fileno()).st_mode
     try:
         save_file(tensors, path)
     except SafetensorError as error:
@@ -274,6 +276,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
             raise
         raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from error
     with open(path, "rb") as file:
+        os.fchmod(file.fileno(), mode)  # safetensors lets nobody else read its files, other users' evaluations included
         os.fsync(file.fileno())
     return _digest(path)
 
