@@ -57,7 +57,7 @@ CODES: dict[str, str] = {
     "disk-error": "the file system refused an operation",
     "disk-full": "the store does not fit on the disk",
     "device-missing": "no such device on this machine",
-    "run-not-shared": "a rank does not see the checkpoint that the first rank goes on from",
+    "run-not-shared": "the ranks do not see the same checkpoint, store or drafter to begin from",
     "dependency-missing": "an optional package is not installed",
     "kernel-fallback": "an optional kernel would not run on this GPU",
     "kernel-path-broken": "the kernels that ran are not one whole path",

@@ -77,15 +77,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         finally:
             world.leave()
     try:
-        # RANK in it is each rank's own place
-        return asdict(fit(manifest, store, Path(job["out"].replace("RANK", os.environ["RANK"])), device="cpu"))
+        return asdict(fit(manifest, store, Path(job["out"]), device="cpu"))
     except HscacheError as error:
         return {"error": error.code, "message": error.message}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    # {rank} in a path makes it each rank's own
+    jobs, out = json.loads(Path(sys.argv[1]).read_text().replace("{rank}", os.environ["RANK"])), Path(sys.argv[2])
     for job in jobs:
         torch.save(run(job), out / f"{job['name']}-{os.environ['RANK']}.pt")
         print(job["name"], file=sys.stderr, flush=True)

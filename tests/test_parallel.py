@@ -18,7 +18,7 @@ import torch
 
 from tests.ranks import ALONE, first_step, run
 from tests.stores import Little
-from tests.trainers import damage, train_manifest, training_store, write_manifest
+from tests.trainers import LENGTHS, damage, train_manifest, training_store, write_manifest
 from trainer import masks
 from trainer.checkpoint import RunPaths, load_drafter, load_state
 from trainer.fit import fit
@@ -246,7 +246,7 @@ def jobs_in_places_of_their_own(little: Little, root: Path) -> list[dict[str, An
     """Return jobs whose ranks see different directories: none, another run's, or what the first rank sees."""
     sections = with_kind(FIT, "ddp")
     job = {"what": "fit", "store": little.path, "sections": sections}
-    jobs = [{**job, "name": "own begin", "out": root / "begin-RANK"}]
+    jobs = [{**job, "name": "own begin", "out": root / "begin-{rank}"}]
     for name, other in (("absent", None), ("other", {"run": {**sections["run"], "seed": 1}}), ("copied", {})):
         fit(train_manifest(**sections), little.path, root / f"{name}-0", device="cpu")
         shutil.rmtree(RunPaths(root / f"{name}-0").checkpoint(6))
@@ -254,8 +254,16 @@ def jobs_in_places_of_their_own(little: Little, root: Path) -> list[dict[str, An
             fit(train_manifest(**{**sections, **other}), little.path, root / f"{name}-1", device="cpu")
             if other:
                 shutil.rmtree(RunPaths(root / f"{name}-1").checkpoint(6))  # it has step 4, too, with other weights
-        jobs.append({**job, "name": f"own {name}", "out": root / f"{name}-RANK"})
-    jobs.append({**job, "name": "conflict", "out": root / "copied-RANK", "sections": with_kind(FIT, "fsdp")})
+        jobs.append({**job, "name": f"own {name}", "out": root / f"{name}-{{rank}}"})
+    jobs.append({**job, "name": "conflict", "out": root / "copied-{rank}", "sections": with_kind(FIT, "fsdp")})
+    training_store(root / "store-1", LENGTHS[:-1])
+    (root / "store-0").symlink_to(little.path)
+    jobs.append({**job, "name": "own store", "store": root / "store-{rank}", "out": root / "store-run"})
+    for name in ("start-0", "start-1"):
+        one = train_manifest(optim={"max_steps": 1}, run={"seed": int(name[-1])})
+        fit(one, little.path, root / name, device="cpu")
+    begun = {"drafter": {"start": str(root / "start-{rank}")}}
+    jobs.append({**job, "name": "own start", "sections": with_kind(begun, "fsdp"), "out": root / "start-run"})
     full = {**FIT, "run": {**FIT["run"], "validate_every": 99}}
     jobs.append({**job, "name": "blocked", "out": root / "jobs.json", "sections": with_kind(full, "ddp")})
     return jobs
@@ -384,6 +392,15 @@ def test_a_rank_without_the_first_ones_checkpoint_ends_the_run_on_all(two: dict[
         assert found["error"] == "run-not-shared"
         assert found["message"].startswith(f"rank 1: {RunPaths(root / f'{name}-1').checkpoint(4)}: ")
     assert RunPaths(root / f"{name}-0").steps() == [2, 4]  # nothing was trained
+
+
+@pytest.mark.parametrize(("name", "what"), [("store", "store"), ("start", "drafter.start")])
+def test_ranks_that_see_other_files_by_one_name_end_the_run(two: dict[str, list[Found]], name: str, what: str) -> None:
+    first, second = two[f"own {name}"]
+    assert first == second
+    assert first["error"] == "run-not-shared"
+    assert first["message"].startswith(f"{what}: the first rank sees ")
+    assert not (two["paths"][0]["root"] / f"{name}-run").exists()
 
 
 def test_the_first_rank_alone_decides_where_a_run_stands(two: dict[str, list[Found]], tmp_path: Path) -> None:

@@ -91,8 +91,9 @@ class RunPaths:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending; a copy under another name is none."""
-        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self.checkpoints.glob("step-*"))
-        return sorted(int(name[1]) for name in names if name is not None)
+        numbers = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        steps = {int(number) for number in numbers if number.isdecimal()}
+        return sorted(step for step in steps if self.checkpoint(step).is_dir())
 
     def checkpoint(self, step: int) -> Path:
         """Folder of a step's checkpoint."""

@@ -179,9 +179,10 @@ class _Run:
     def _resume(self) -> int:
         """Begin, or load the newest checkpoint that the first rank sees; return the steps done."""
         t, world = self.t, self.t.world
+        self._same("store", self.store_facts["digest"])
         newest = world.on_main(lambda: ckpt.newest_checkpoint(self.paths))
         # a checkpoint has weights of its own: what the run began from need not be there any more
-        begun = {"start": world.together(t.begin)} if newest is None else {}
+        begun = {"start": self._begin()} if newest is None else {}
         self.start = world.on_main(lambda: ckpt.claim_run(self.paths, self._document() | begun).get("start"))
         if newest is None:
             t.distribute()
@@ -203,6 +204,23 @@ class _Run:
         if self.main:
             say(f"going on at step {step} of {t.total_steps}")
         return step
+
+    def _begin(self) -> dict[str, Any] | None:
+        """Take the weights that training begins from, the same on all ranks; return what is recorded of them."""
+        start = self.t.world.together(self.t.begin)
+        self._same("drafter.start", None if start is None else start["weights"])
+        return start
+
+    def _same(self, what: str, digest: str | None) -> None:
+        """Stop all ranks unless they see the same: a path may mean something else on another machine."""
+        seen = self.t.world.gather(digest)
+        for rank, one in enumerate(seen):
+            if one != seen[0]:
+                raise EnvironmentFault(
+                    "run-not-shared",
+                    f"{what}: the first rank sees {seen[0]}, rank {rank} sees {one}",
+                    hint="put the same files where every rank looks for them",
+                )
 
     def _load(self, step: int, digest: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
         """Return a checkpoint if it is the very one that the first rank named: another would train wrong weights."""
