@@ -236,6 +236,16 @@ def two(little: Little, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     jobs.append({"name": "skip", "what": "fit", "store": bad.path, "sections": skip, "out": root / "skip-run"})
     refuse = {"data": {"max_bad_samples": 0, "packs_per_step": 2}, "run": {"parallel": "ddp"}}
     jobs.append({"name": "refuse", "what": "fit", "store": bad.path, "sections": refuse, "out": root / "refuse-run"})
+    jobs.append(
+        {
+            "name": "apart",
+            "what": "fit",
+            "store": little.path,
+            "sections": with_kind(FIT, "ddp"),
+            "out": root / "apart-run",
+            "apart": True,
+        }
+    )
     jobs += jobs_in_places_of_their_own(little, root)
     found = on_two_ranks(jobs, root)
     found["paths"] = [{"root": root, "bad": bad.path}]
@@ -401,6 +411,12 @@ def test_ranks_that_see_other_files_by_one_name_end_the_run(two: dict[str, list[
     assert first["error"] == "run-not-shared"
     assert first["message"].startswith(f"{what}: the first rank sees ")
     assert not (two["paths"][0]["root"] / f"{name}-run").exists()
+
+
+def test_the_first_ranks_validation_decides_which_checkpoint_is_best(two: dict[str, list[Found]]) -> None:
+    first, second = two["apart"]
+    assert first["best_tau"] == second["best_tau"] == first["tau"] == second["tau"] > 2
+    assert json.loads(RunPaths(two["paths"][0]["root"] / "apart-run").best.read_bytes())["step"] == 6
 
 
 def test_the_first_rank_alone_decides_where_a_run_stands(two: dict[str, list[Found]], tmp_path: Path) -> None:

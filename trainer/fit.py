@@ -298,7 +298,8 @@ class _Run:
 
     def _validate(self, step: int) -> None:
         began = time.monotonic()
-        found = self.t.validate()
+        # the first rank's: what follows is decided by them, and kernels may round otherwise on another
+        found = self.t.world.gather(self.t.validate())[0]
         self._skip(step, self.t.unreadable)
         if not found["samples"]:
             return
@@ -331,9 +332,10 @@ class _Run:
         wanted = [min(t.config.block_size - 1, int(score.left_N[0])) for score in scores]
         if self.main:
             say(f"overfit at step {step}: first blocks accepted {first} of {wanted}")
-        if first == wanted:
+        learnt = t.world.gather(first == wanted)[0]
+        if learnt:
             self.report.overfit_at = step
-        return first == wanted
+        return learnt
 
     def _save(self, step: int, *, best: bool = False) -> None:
         """Write a checkpoint unless the step has one; every rank takes part, the first one writes."""
