@@ -57,6 +57,7 @@ CODES: dict[str, str] = {
     "disk-error": "the file system refused an operation",
     "disk-full": "the store does not fit on the disk",
     "device-missing": "no such device on this machine",
+    "run-not-shared": "the ranks do not see the same checkpoint, store or drafter to begin from",
     "dependency-missing": "an optional package is not installed",
     "kernel-fallback": "an optional kernel would not run on this GPU",
     "kernel-path-broken": "the kernels that ran are not one whole path",
@@ -81,6 +82,7 @@ CODES: dict[str, str] = {
     "store-exists": "the output path holds something that is not this store",
     "export-exists": "the export's path exists already",
     "run-other-manifest": "the training run was begun with another manifest, store or start",
+    "run-in-use": "another process trains in this run's directory",
     "manifest-exists": "the manifest to write exists already",
     # training
     "not-a-checkpoint": "the path holds no checkpoint of a training run",

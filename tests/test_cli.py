@@ -262,7 +262,8 @@ def test_hstrain_reads_the_same_store(little: Little, capsys: pytest.CaptureFixt
 
     facts = training_facts(little.path)
     assert (facts["samples"], facts["taps"], facts["context_width"]) == (5, [0, 2, 3], 24)
-    assert facts["losses"] == ["ce", "ce-argmax", "kl-topk", "kl-exact"]
+    assert facts["losses"] == ["ce", "ce-argmax", "kl-topk", "kl-exact", "tv"]
+    assert facts["complete"]
     assert capsys.readouterr().out == ""
 
 

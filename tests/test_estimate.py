@@ -14,7 +14,7 @@ import pytest
 from tests import stores
 from tests.trainers import train_manifest, turn_rows
 from trainer.drafter import DrafterConfig, count_parameters
-from trainer.estimate import memory_bytes
+from trainer.estimate import host_memory_bytes, memory_bytes
 from trainer.manifest import drafter_config, load_train_manifest
 
 ATTENTION = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "block_size": 8}
@@ -40,12 +40,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 MEASURE = """
-import ctypes, gc, json, os, sys
+import ctypes, gc, json, os, shutil, sys
 from pathlib import Path
 import torch
 from tests.trainers import train_manifest
+from trainer.checkpoint import RunPaths, save_checkpoint
 from trainer.estimate import memory_bytes, pack_size
-from trainer.parallel import World
+from trainer.parallel import World, optimizer_tensors, whole_tensors
 from trainer.step import Trainer
 
 torch.set_num_threads(1)
@@ -60,6 +61,13 @@ def steps(sections, number):
         (pack,) = next(stream)
         for step in range(number):  # moments are there from the second step on
             trainer.step(step, [pack])
+        if number > 1:
+            weights = whole_tensors(trainer.drafter.state_dict().items(), trainer.world)
+            moments = whole_tensors(optimizer_tensors(trainer.drafter, trainer.optimizers), trainer.world)
+            run = RunPaths(Path(sys.argv[1]).parent / f"run-{os.getpid()}")
+            save_checkpoint(run, number, weights, trainer.config, {}, moments, {})
+            del weights, moments
+            shutil.rmtree(run.root)
     keys, T, N = pack_size(pack, trainer.config.block_size)
     head = {t.data_ptr(): t.nbytes for t in (trainer.head.embed_VH, trainer.head.lm_head_VH)}
     return memory_bytes(trainer.config, trainer.manifest, T=T, N=N, keys=keys, head_bytes=sum(head.values()))
@@ -145,7 +153,11 @@ def test_the_headline_drafter_is_counted_without_being_made() -> None:
     assert terms["moments"] == 8 * P
     assert terms["head"] == 2 * 248320 * 5120
     assert terms["communication"] == 0
+    assert host_memory_bytes(config, manifest, T=4096)["checkpoint"] == 12 * P
     cut = memory_bytes(config, manifest, T=4096, N=512, device="cuda", world=8)
+    assert host_memory_bytes(config, manifest, T=4096, world=8)["checkpoint"] == 12 * P  # the first rank writes it all
+    on_cpu = memory_bytes(config, manifest, T=9, N=1, device="cpu", world=8)
+    assert on_cpu["activations, gradients or checkpoint"] == 12 * P  # and holds it beside its own part
     assert cut["weights"] == 4 * (P // 8)
     assert 0 < cut["communication"] < 3 * P
     copies = memory_bytes(*headline(parallel="ddp"), T=4096, N=512, device="cuda", world=8)

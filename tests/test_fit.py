@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import hscache
 from hscache.console import Interrupted
-from hscache.errors import ConflictError, InputError, IntegrityError, TrainingFault
+from hscache.errors import ConflictError, EnvironmentFault, InputError, IntegrityError, TrainingFault
 from hscache.store import durable
 from tests.hybrid import DRAFTER, Hybrid
 from tests.stores import Little, flip, little_manifest, make_store
 from tests.trainers import LENGTHS, SHAPE, damage, train_manifest, training_store, turn_rows, write_manifest
 from trainer import checkpoint as ckpt
-from trainer import cli, step
+from trainer import cli, progress, step
 from trainer.checkpoint import RunPaths, load_drafter, load_state
 from trainer.data import PackBuilder
 from trainer.drafter import Drafter
@@ -272,7 +276,83 @@ def test_a_completion_of_the_trained_hybrid_is_learnt_by_heart(
     assert score.streak[0] == DRAFTER["block_size"] - 1 <= score.left_N[0]  # the first block is accepted whole
 
 
+def test_a_run_that_learnt_by_heart_ends_with_a_validation_and_is_left_as_it_is(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, lr, steps in (("learnt", 2e-2, 300), ("not", 1e-9, 10)):
+        monkeypatch.setattr(step, "OVERFIT_STEPS", steps)
+        one, out = train_manifest(optim={"lr": lr}, data={"anchors": 64}), tmp_path / name
+        report = run(little, out, one, overfit=1)
+        assert (report.overfit_at is not None) == (name == "learnt")
+        held = [line for line in metrics(out) if line["kind"] == "validation"]
+        assert [line["step"] for line in held] == [0, report.steps]
+        assert report.tau == held[1]["tau"]
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        again = run(little, out, one, overfit=1)
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+        assert (again.steps, again.tau, again.overfit_at) == (report.steps, report.tau, report.overfit_at)
+    assert held[1]["tau"] == held[0]["tau"]  # of the one that moved no weight
+
+
+def test_validations_and_checkpoints_do_not_count_as_training(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate, write = Trainer.validate, ckpt.save_checkpoint
+
+    def slow(act: Any) -> Any:
+        def acting(*args: Any) -> Any:
+            time.sleep(1.5)
+            return act(*args)
+
+        return acting
+
+    monkeypatch.setattr(Trainer, "validate", slow(validate))
+    monkeypatch.setattr(ckpt, "save_checkpoint", slow(write))
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 4}, run={"validate_every": 2, "checkpoint_every": 3}))
+    lines = [json.loads(line) for line in RunPaths(tmp_path / "run").metrics.read_text().splitlines()]
+    speeds = [line["tokens_per_s"] for line in lines if line["kind"] == "train"]
+    assert min(speeds) > 64 / 1.5  # a pack in that time
+
+
 # what does not belong to a run
+
+
+def test_two_sessions_in_one_run_are_refused(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    met = []
+
+    def again() -> None:
+        with pytest.raises(ConflictError) as caught:
+            run(little, tmp_path / "new")
+        met.append(caught.value)
+
+    with during_step(2, again):
+        run(little, tmp_path / "new")
+    (error,) = met
+    assert error.code == "run-in-use"
+    assert f"process {os.getpid()} on " in error.message
+    assert str(tmp_path / "new") in error.message
+    toml = write_manifest(tmp_path / "m.toml", optim={"max_steps": 2})
+    with ckpt.hold_run(RunPaths(tmp_path / "run")):
+        fitting = ("fit", toml, "--store", little.path, "--out", tmp_path / "run", "--device", "cpu")
+        assert main(monkeypatch, *fitting) == 4
+    assert "error[run-in-use]" in capsys.readouterr().err
+    assert main(monkeypatch, *fitting) == 0
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_another_version_of_ours_goes_on(little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(little, tmp_path / "run")
+    began = json.loads(RunPaths(tmp_path / "run").manifest.read_bytes())["hscache"]
+    monkeypatch.setattr("trainer.fit.__version__", "99.0")
+    run(little, tmp_path / "run")
+    assert json.loads(RunPaths(tmp_path / "run").manifest.read_bytes())["hscache"] == began == hscache.__version__
+    with pytest.raises(ConflictError) as caught:
+        run(little, tmp_path / "run", manifest(run={"seed": 1}))
+    assert "99.0" not in caught.value.message
 
 
 def refused(little: Little, out: Path, one: TrainManifest, **options: Any) -> ConflictError:
@@ -323,6 +403,150 @@ def test_a_store_that_is_not_finished_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         run(little, tmp_path / "run")
     assert caught.value.code == "store-unfinished"
+
+
+# the files of a run
+
+
+@pytest.fixture(scope="module")
+def odd_text(tmp_path_factory: pytest.TempPathFactory) -> Little:
+    """A store whose tags hold what ``str.splitlines`` takes for the end of a line."""
+    rows = [dataclasses.replace(row, tag="caf\u00e9\u2028of\u2029the\x85day\x0b") for row in turn_rows()]
+    limits = {"max_tokens": 1024, "batch_tokens": 64}
+    return make_store(tmp_path_factory.mktemp("odd") / "store", rows, manifest=little_manifest(limits=limits))
+
+
+@pytest.mark.parametrize("left", [b"", b'{"step": 9', '{"step": 9, "tag": "caf\u00e9'.encode()[:-1]])
+def test_text_with_other_line_ends_and_a_cut_line_are_no_obstacle(
+    odd_text: Little, tmp_path: Path, left: bytes
+) -> None:
+    run(odd_text, tmp_path / "whole")
+    with during_step(5, die), pytest.raises(Killed):
+        run(odd_text, tmp_path / "cut")
+    with RunPaths(tmp_path / "cut").metrics.open("ab") as file:
+        file.write(left)
+    assert len(read_metrics(tmp_path / "cut")[0]) == 4
+    run(odd_text, tmp_path / "cut")
+    whole, cut = (read_metrics(tmp_path / name) for name in ("whole", "cut"))
+    assert [[r["step"] for r in records] for records in cut] == [[r["step"] for r in records] for records in whole]
+    assert "\u2028" in next(iter(cut[1][0]["by_tag"]))
+
+
+def test_history_is_rewritten_only_where_a_line_must_go_and_then_as_a_whole(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, paths = manifest(), RunPaths(tmp_path / "run")
+    with during_step(3, terminate), pytest.raises(Interrupted):
+        run(little, tmp_path / "run", one)
+    inode = paths.metrics.stat().st_ino
+    with during_step(2, die), pytest.raises(Killed):  # one more line, behind the checkpoint
+        run(little, tmp_path / "run", one)
+    assert paths.metrics.stat().st_ino == inode
+    before = paths.metrics.read_bytes()
+
+    def full(path: Path, data: bytes, staging: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space", str(path))
+
+    monkeypatch.setattr(ckpt, "replace_file", full)
+    with pytest.raises(EnvironmentFault) as caught:
+        run(little, tmp_path / "run", one)
+    assert caught.value.code == "disk-full"
+    assert paths.metrics.read_bytes() == before
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    run(little, tmp_path / "run", one)
+    assert [r["step"] for r in read_metrics(tmp_path / "run")[0]] == list(range(1, STEPS + 1))
+
+
+def test_a_line_that_is_no_record_is_named(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
+    with RunPaths(tmp_path / "run").metrics.open("ab") as file:
+        file.write(b"\0\0\0\n")
+    for act in (
+        lambda: run(little, tmp_path / "run", manifest(optim={"max_steps": 2})),
+        lambda: read_metrics(tmp_path / "run"),
+    ):
+        with pytest.raises(IntegrityError, match="line 5 is no record") as caught:
+            act()
+        assert caught.value.code == "checkpoint-damaged"
+
+
+def test_a_copy_of_a_checkpoint_beside_it_is_none(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "run")
+    folder = last(tmp_path / "run")
+    shutil.copytree(folder, folder.with_name(f"{folder.name}-backup"))
+    steps = RunPaths(tmp_path / "run").steps()
+    assert steps[-1] == STEPS
+    run(little, tmp_path / "run")
+    load_drafter(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["best.json", "manifest.json"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "x", "tau": 1}', "{"])
+def test_an_empty_or_foreign_record_is_refused(little: Little, tmp_path: Path, name: str, text: str) -> None:
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
+    (tmp_path / "run" / name).write_text(text)
+    acts = [lambda: run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))]
+    if name == "best.json":
+        acts.append(lambda: load_drafter(tmp_path / "run"))
+    for act in acts:
+        with pytest.raises((IntegrityError, ConflictError)) as caught:
+            act()
+        assert caught.value.code in ("checkpoint-damaged", "run-other-manifest")
+        assert str(tmp_path / "run") in caught.value.message
+        assert caught.value.hint
+
+
+def test_without_its_damaged_best_checkpoint_a_run_is_its_newest_one(little: Little, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    run(little, tmp_path / "run", manifest(optim={"lr": 3e-2}, run={"checkpoint_every": 1, "keep": 9}))
+    paths.best.write_text('{"step": 4, "tau": 9.0}')
+    flip(paths.checkpoint(4) / "drafter.safetensors", 400)
+    with pytest.raises(IntegrityError) as caught:
+        load_drafter(tmp_path / "run")
+    assert "the newest one that its run still has" in str(caught.value.hint)
+    shutil.rmtree(paths.checkpoint(4))
+    assert load_drafter(tmp_path / "run")[1]["step"] == STEPS
+
+
+def test_a_checkpoint_from_before_the_first_slot_has_no_moments_and_goes_on(tmp_path: Path) -> None:
+    rows = turn_rows()
+    for i, row in enumerate(rows):
+        if i not in (4, 7):
+            row.loss_mask[:-1] = 0
+    little = make_store(tmp_path / "store", rows, manifest=little_manifest())
+    for seed in range(99):
+        one = train_manifest(
+            data={"pack_tokens": 2, "validation": 0.0},
+            optim={"max_steps": 12},
+            run={"seed": seed, "checkpoint_every": 1},
+        )
+        if Trainer(one, little.path, World.join("cpu")).schedule.packs(0)[0] not in ([4], [7]):
+            break
+    run(little, tmp_path / "whole", one)
+    with during_step(1, terminate), pytest.raises(Interrupted):
+        run(little, tmp_path / "cut", one)
+    assert load_state(last(tmp_path / "cut"))[1] == {}
+    run(little, tmp_path / "cut", one)
+    assert same_checkpoint(last(tmp_path / "whole"), last(tmp_path / "cut"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_what_the_disk_says_of_tensors_is_passed_on(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    import safetensors.torch
+
+    def failing(tensors: Any, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        raise SafetensorError(f"Error while serializing: I/O error: whatever (os error {number})")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", failing)
+    with pytest.raises(EnvironmentFault) as caught:
+        run(little, tmp_path / "run", manifest(optim={"max_steps": 2}))
+    assert caught.value.code == ("disk-full" if number == errno.ENOSPC else "disk-error")
+    assert os.strerror(number) in caught.value.message
+    assert RunPaths(tmp_path / "run").steps() == []
 
 
 # checkpoints
@@ -382,18 +606,22 @@ def test_a_checkpoint_that_was_cut_while_it_was_written_is_none(
 ) -> None:
     run(little, tmp_path / "whole")
     written = 0
-    write = durable.write_file
 
-    def dying(path: Path, data: bytes) -> None:
-        nonlocal written
-        if path.parent.name == "checkpoint" and RunPaths(tmp_path / "cut").steps():
-            if written == files:
-                write(path, data[: len(data) // 2])
-                raise Killed
-            written += 1
-        write(path, data)
+    def dying(write: Any) -> Any:
+        def act(path: Path, data: Any) -> Any:
+            nonlocal written
+            found = write(path, data)
+            if path.parent.name == "checkpoint" and RunPaths(tmp_path / "cut").steps():
+                if written == files:
+                    os.truncate(path, path.stat().st_size // 2)
+                    raise Killed
+                written += 1
+            return found
 
-    monkeypatch.setattr(ckpt, "write_file", dying)
+        return act
+
+    for name in ("write_file", "write_tensors"):
+        monkeypatch.setattr(ckpt, name, dying(getattr(ckpt, name)))
     monkeypatch.setattr(durable.Staging, "__exit__", lambda self, *args: os.close(self._lock))  # kill -9 tidies nothing
     with pytest.raises(Killed):
         run(little, tmp_path / "cut")
@@ -429,6 +657,17 @@ def test_the_newest_checkpoints_and_the_best_one_stay(
     assert load_drafter(tmp_path / "run")[1]["step"] == 6
 
 
+def test_what_was_the_best_checkpoint_goes_when_the_last_step_is_better(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taus = iter([1.0, 1.7, 1.2, 1.2, 1.2, 1.2, 1.9])
+    found = {"samples": 1, "tau_interval": [1, 2], "tau_all": 1.0, "ddtree": {"8": 1.0}, "acc": [], "by_tag": {}}
+    monkeypatch.setattr(Trainer, "validate", lambda self: {**found, "tau": next(taus)})
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 6}, run={"validate_every": 1, "keep": 2}))
+    assert json.loads(RunPaths(tmp_path / "run").best.read_bytes())["step"] == 6
+    assert RunPaths(tmp_path / "run").steps() == [3, 6]
+
+
 def test_the_first_of_equally_good_checkpoints_is_the_best(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     assert [ckpt.keep_best(paths, at, tau) for at, tau in ((1, 1.5), (2, 1.5), (3, 1.4), (4, 1.6))] == [
@@ -455,6 +694,13 @@ def test_a_checkpoint_says_what_it_was_trained_on(little: Little, tmp_path: Path
     assert (store["taps"], store["kernel_path_id"]) == ([0, 2, 3], "dense-0")
     assert facts["provenance"]["manifest"]["optim"]["lr"] == 1e-2
     assert not [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".pt", ".pkl", ".bin")]
+
+
+def test_all_files_of_a_checkpoint_may_be_read_by_the_same_users(little: Little, tmp_path: Path) -> None:
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 1}))
+    (tmp_path / "ours").touch()
+    modes = {path.stat().st_mode for path in last(tmp_path / "run").iterdir()}
+    assert modes == {(tmp_path / "ours").stat().st_mode}
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -565,6 +811,10 @@ def test_a_store_without_a_single_anchor_is_refused_after_an_epoch_has_looked(tm
         with pytest.raises(InputError) as refused:
             run(little, tmp_path / name, manifest(**how))
         assert refused.value.code == "no-anchors"
+        trainer = Trainer(manifest(**how), little.path, World.join("cpu"))
+        seen = trainer.schedule.packs(0)[: 3 if name == "short" else None]
+        assert f"of the {sum(map(len, seen))} samples" in refused.value.message
+        assert f"({len(trainer.train)} are there to train on)" in refused.value.message
     with pytest.raises(InputError) as refused:
         run(little, tmp_path / "heart", overfit=1)
     assert refused.value.code == "no-anchors"
@@ -582,6 +832,69 @@ def test_first_steps_without_anchors_are_no_yardstick_for_an_exploding_loss(
 
     monkeypatch.setattr(Trainer, "step", step_of)
     assert run(little, tmp_path / "run", manifest(optim={"max_steps": 2})).steps == 2
+
+
+@pytest.mark.parametrize("losses", [[0.05] * 9 + [60.0] + [0.05] * 3 + [60.0] + [0.05] * 9, [0.01, *[5.0] * 20]])
+def test_odd_samples_do_not_end_a_run(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float]
+) -> None:
+    given = iter(losses)
+
+    def step_of(self: Trainer, at: int, packs: Any) -> dict[str, Any]:
+        return {"loss": next(given), "blocks": 4, "bad": 0, "grad_norm": 1.0, "acc": [], "tau": 1.0, "lr": 0.0}
+
+    monkeypatch.setattr(Trainer, "step", step_of)
+    assert run(little, tmp_path / "run", manifest(optim={"max_steps": len(losses)})).steps == len(losses)
+
+
+def test_a_divergence_is_told_after_a_few_steps_and_nan_at_once(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, losses, at in (("high", [0.05] * 9 + [60.0] * 9, 13), ("nan", [0.05, 0.05, float("nan")], 3)):
+        given = iter(losses)
+
+        def step_of(self: Trainer, at: int, packs: Any, given: Any = given) -> dict[str, Any]:
+            return {"loss": next(given), "blocks": 4, "bad": 0, "grad_norm": 1.0, "acc": [], "tau": 1.0, "lr": 0.0}
+
+        monkeypatch.setattr(Trainer, "step", step_of)
+        one = manifest(optim={"max_steps": 30}, run={"checkpoint_every": 11})
+        with pytest.raises(TrainingFault, match=f"step {at}: ") as caught:
+            run(little, tmp_path / name, one)
+        assert caught.value.code == "training-diverged"
+    given = iter([60.0] * 9)  # the checkpoint at step 11 knows the losses before it
+    monkeypatch.setattr(
+        Trainer,
+        "step",
+        lambda self, at, packs: {
+            "loss": next(given), "blocks": 4, "bad": 0, "grad_norm": 1.0, "acc": [], "tau": 1.0, "lr": 0.0
+        },
+    )  # fmt: skip
+    with pytest.raises(TrainingFault, match="step 13: "):
+        run(little, tmp_path / "high", one)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA A100X", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+    ],
+)
+def test_the_peak_is_that_of_the_very_device(monkeypatch: pytest.MonkeyPatch, name: str, teraflops: int | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = progress.peak_flops(torch.device("cuda"))
+    assert found == (None if teraflops is None else teraflops * 1e12)
 
 
 # on the command line

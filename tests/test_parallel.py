@@ -18,13 +18,13 @@ import torch
 
 from tests.ranks import ALONE, first_step, run
 from tests.stores import Little
-from tests.trainers import damage, train_manifest, training_store
+from tests.trainers import LENGTHS, damage, train_manifest, training_store, write_manifest
 from trainer import masks
 from trainer.checkpoint import RunPaths, load_drafter, load_state
 from trainer.fit import fit
 from trainer.losses import Kind, Weights
 from trainer.manifest import TrainManifest
-from trainer.parallel import World
+from trainer.parallel import World, whole_tensors
 from trainer.step import Trainer
 
 Found = dict[str, Any]
@@ -236,9 +236,47 @@ def two(little: Little, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     jobs.append({"name": "skip", "what": "fit", "store": bad.path, "sections": skip, "out": root / "skip-run"})
     refuse = {"data": {"max_bad_samples": 0, "packs_per_step": 2}, "run": {"parallel": "ddp"}}
     jobs.append({"name": "refuse", "what": "fit", "store": bad.path, "sections": refuse, "out": root / "refuse-run"})
+    jobs.append(
+        {
+            "name": "apart",
+            "what": "fit",
+            "store": little.path,
+            "sections": with_kind(FIT, "ddp"),
+            "out": root / "apart-run",
+            "apart": True,
+        }
+    )
+    jobs += jobs_in_places_of_their_own(little, root)
     found = on_two_ranks(jobs, root)
     found["paths"] = [{"root": root, "bad": bad.path}]
     return found
+
+
+def jobs_in_places_of_their_own(little: Little, root: Path) -> list[dict[str, Any]]:
+    """Return jobs whose ranks see different directories: none, another run's, or what the first rank sees."""
+    sections = with_kind(FIT, "ddp")
+    job = {"what": "fit", "store": little.path, "sections": sections}
+    jobs = [{**job, "name": "own begin", "out": root / "begin-{rank}"}]
+    for name, other in (("absent", None), ("other", {"run": {**sections["run"], "seed": 1}}), ("copied", {})):
+        fit(train_manifest(**sections), little.path, root / f"{name}-0", device="cpu")
+        shutil.rmtree(RunPaths(root / f"{name}-0").checkpoint(6))
+        if other is not None:
+            fit(train_manifest(**{**sections, **other}), little.path, root / f"{name}-1", device="cpu")
+            if other:
+                shutil.rmtree(RunPaths(root / f"{name}-1").checkpoint(6))  # it has step 4, too, with other weights
+        jobs.append({**job, "name": f"own {name}", "out": root / f"{name}-{{rank}}"})
+    jobs.append({**job, "name": "conflict", "out": root / "copied-{rank}", "sections": with_kind(FIT, "fsdp")})
+    training_store(root / "store-1", LENGTHS[:-1])
+    (root / "store-0").symlink_to(little.path)
+    jobs.append({**job, "name": "own store", "store": root / "store-{rank}", "out": root / "store-run"})
+    for name in ("start-0", "start-1"):
+        one = train_manifest(optim={"max_steps": 1}, run={"seed": int(name[-1])})
+        fit(one, little.path, root / name, device="cpu")
+    begun = {"drafter": {"start": str(root / "start-{rank}")}}
+    jobs.append({**job, "name": "own start", "sections": with_kind(begun, "fsdp"), "out": root / "start-run"})
+    full = {**FIT, "run": {**FIT["run"], "validate_every": 99}}
+    jobs.append({**job, "name": "blocked", "out": root / "jobs.json", "sections": with_kind(full, "ddp")})
+    return jobs
 
 
 def test_leaving_does_not_wait_for_a_thread_that_waits_for_us(little: Little, tmp_path: Path) -> None:
@@ -355,6 +393,85 @@ def test_one_bad_sample_on_two_ranks_is_counted_once_and_recorded_once(two: dict
 def test_too_many_bad_samples_stop_both_ranks(two: dict[str, list[Found]]) -> None:
     first, second = two["refuse"]
     assert first["error"] == second["error"] == "too-many-bad-samples"
+
+
+@pytest.mark.parametrize("name", ["absent", "other"])
+def test_a_rank_without_the_first_ones_checkpoint_ends_the_run_on_all(two: dict[str, list[Found]], name: str) -> None:
+    root = two["paths"][0]["root"]
+    for found in two[f"own {name}"]:
+        assert found["error"] == "run-not-shared"
+        assert found["message"].startswith(f"rank 1: {RunPaths(root / f'{name}-1').checkpoint(4)}: ")
+    assert RunPaths(root / f"{name}-0").steps() == [2, 4]  # nothing was trained
+
+
+@pytest.mark.parametrize(("name", "what"), [("store", "store"), ("start", "drafter.start")])
+def test_ranks_that_see_other_files_by_one_name_end_the_run(two: dict[str, list[Found]], name: str, what: str) -> None:
+    first, second = two[f"own {name}"]
+    assert first == second
+    assert first["error"] == "run-not-shared"
+    assert first["message"].startswith(f"{what}: the first rank sees ")
+    assert not (two["paths"][0]["root"] / f"{name}-run").exists()
+
+
+def test_the_first_ranks_validation_decides_which_checkpoint_is_best(two: dict[str, list[Found]]) -> None:
+    first, second = two["apart"]
+    assert first["best_tau"] == second["best_tau"] == first["tau"] == second["tau"] > 2
+    assert json.loads(RunPaths(two["paths"][0]["root"] / "apart-run").best.read_bytes())["step"] == 6
+
+
+def test_the_first_rank_alone_decides_where_a_run_stands(two: dict[str, list[Found]], tmp_path: Path) -> None:
+    root = two["paths"][0]["root"]
+    for name in ("begin", "copied"):  # of the latter the second rank sees a newer checkpoint
+        first, second = two[f"own {name}"]
+        assert first["steps"] == second["steps"] == 6
+        assert (first["tau"], first["best_tau"]) == (second["tau"], second["best_tau"])
+        same_run(root / f"{name}-0", root / "ddp-run")
+    assert not (root / "begin-1").exists()  # the first rank alone writes
+
+
+@pytest.mark.parametrize(("name", "code"), [("conflict", "run-other-manifest"), ("blocked", "disk-error")])
+def test_what_the_first_rank_alone_is_refused_all_ranks_are(two: dict[str, list[Found]], name: str, code: str) -> None:
+    first, second = two[name]
+    assert first["error"] == second["error"] == code
+    assert first["message"] == second["message"]
+
+
+def test_other_ranks_than_the_first_keep_nothing_of_a_checkpoint() -> None:
+    tensors = {"a": torch.ones(2), "b": torch.zeros(3)}
+    kept = whole_tensors(tensors.items(), World(0, 2, torch.device("cpu")))
+    assert {name: tensor.data_ptr() for name, tensor in kept.items()} == {
+        name: tensor.data_ptr() for name, tensor in tensors.items()
+    }
+    assert whole_tensors(tensors.items(), World(1, 2, torch.device("cpu"))) == {}
+
+
+def test_one_rank_speaks_and_all_give_the_status(little: Little, tmp_path: Path) -> None:
+    toml = write_manifest(tmp_path / "m.toml", optim={"max_steps": 3})
+    at = [str(toml), "--store", str(little.path), "--device", "cpu", "--json"]
+    out = str(tmp_path / "run")
+
+    def on_both(*words: str) -> list[tuple[int, str]]:
+        common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        common |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(Path(__file__).parents[1])}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "trainer", "fit", *at, *words],
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True,
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        try:
+            said = [rank.communicate(timeout=300)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+
+    for words in (["--out", out], ["--dry-run"]):
+        (status, text), other = on_both(*words)
+        assert (status, json.loads(text)["steps"]) == (0, 3)
+        assert other == (0, "")
+    assert on_both("--out", out, "--set", "run.seed=1") == [(4, ""), (4, "")]
 
 
 def test_one_process_is_a_world_of_one(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:

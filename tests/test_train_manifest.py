@@ -13,10 +13,27 @@ from pydantic import BaseModel, ValidationError
 from hscache.errors import ConfigError
 from hscache.manifest import BuildManifest, load_manifest, to_toml
 from tests.trainers import SHAPE, little_config, train_manifest, write_manifest
-from trainer.manifest import DrafterSpec, TrainManifest, drafter_config, load_train_manifest
+from trainer.manifest import (
+    DataSpec,
+    DrafterSpec,
+    OptimSpec,
+    RunSpec,
+    TrainManifest,
+    drafter_config,
+    load_train_manifest,
+)
 
 ROOT = Path(__file__).parents[1] / "manifests"
 SHIPPED = sorted((ROOT / "train").glob("*.toml"))
+
+
+WHOLE_NUMBERS = [
+    f"{section}.{name}"
+    for section, model in (("drafter", DrafterSpec), ("data", DataSpec), ("optim", OptimSpec), ("run", RunSpec))
+    for name, field in model.model_fields.items()
+    if field.annotation is int or "int" in str(field.annotation)
+    if name not in ("taps", "seed")
+]
 
 
 def refusal(path: Path, *overrides: str) -> ConfigError:
@@ -129,6 +146,10 @@ def test_numbers_may_be_written_whole(file: Path, override: str, value: float) -
         "drafter.taps=[]",
         "drafter.logit_std=-1",
         "drafter.sliding_window=0",
+        "run.seed=99999999999999999999",
+        "run.seed=-99999999999999999999",
+        "data.max_tokens=2",
+        *(f"{name}=99999999999999999999" for name in WHOLE_NUMBERS),
     ],
 )
 def test_wrong_type_or_range_is_refused_with_the_key(file: Path, override: str) -> None:

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import demo_summary
 import pytest
@@ -18,11 +18,13 @@ from safetensors.torch import load_file
 import hscache
 from hscache.store.head import load_head
 from tests.hybrid import NEW_TOKENS, PROMPTS, TAPS, Hybrid
+from tests.stores import make_store
+from tests.trainers import training_store, write_manifest
 from trainer import cli
 from trainer.checkpoint import load_drafter
 from trainer.evaluate import score_store
 from trainer.importer import read_checkpoint
-from trainer.losses import Head
+from trainer.losses import Head, Kind
 
 COMMANDS = {"inspect", "config", "fit", "plot", "eval", "speculate", "import", "export", "doctor"}
 
@@ -234,6 +236,31 @@ def test_speculate_with_another_target_is_a_conflict(hstrain: Any, hybrid: Hybri
     words: list[object] = [other if word == hybrid.target else word for word in at]
     answer = hstrain("speculate", *words)
     assert (answer.status, answer.out, answer.code) == (4, "", "target-other")
+
+
+# inspect
+
+
+def test_inspect_lists_every_loss_that_a_manifest_may_name_and_the_store_can_feed(hstrain: Any, tmp_path: Path) -> None:
+    for name, sections in (("all", {}), ("plain", {"logits": {"topk": 0}, "states": {"final_state": False}})):
+        little = training_store(tmp_path / name, [9, 12], **sections)
+        listed = hstrain("inspect", little.path, "--json").json["losses"]
+        assert listed == (list(get_args(Kind)) if name == "all" else ["ce"])
+        for kind in get_args(Kind):
+            fitting = ("fit", write_manifest(tmp_path / "m.toml", loss={"kind": kind}), "--store", little.path)
+            answer = hstrain(*fitting, "--device", "cpu", "--dry-run")
+            assert (answer.status == 0) == (kind in listed)
+        assert hstrain("inspect", little.path).out.startswith(f"{little.path}: a drafter can be trained on\n")
+
+
+@pytest.mark.parametrize("shards", [[], [1]])
+def test_inspect_of_an_unfinished_store_says_so(hstrain: Any, tmp_path: Path, shards: list[int]) -> None:
+    path = make_store(tmp_path / "store", shards=shards).path
+    answer = hstrain("inspect", path)
+    assert answer.status == 0
+    assert answer.out.startswith(f"{path}: once it is complete, a drafter can be trained on\n")
+    assert "complete  no: hscache build goes on with it" in answer.out
+    assert hstrain("inspect", path, "--json").json["complete"] is False
 
 
 # export

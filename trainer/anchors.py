@@ -37,23 +37,46 @@ def choose_anchors(loss_mask: NDArray[np.uint8], most: int, random: np.random.Ge
     return candidates
 
 
-def choose_window(n_tokens: int, anchors: NDArray[np.int64], most: int, random: np.random.Generator) -> tuple[int, int]:
-    """Return the token range of a long sample that is trained on.
+def choose_window(
+    loss_mask: NDArray[np.uint8], most: int, most_anchors: int, random: np.random.Generator
+) -> tuple[int, int, NDArray[np.int64]]:
+    """Return the token range of a long sample that is read, and the anchors in it.
 
-    It ends a random stretch behind an anchor drawn at random, so that every anchor of the sample has the same chance to
-    be inside, with context before it.
+    Every possible anchor has the same chance, at the ends of a long answer as in its middle: anchors are taken from a
+    stretch of ``most - 2`` positions that begins anywhere where it holds one, outside of the sample too, so that each
+    of them lies in as many stretches. What is read ends behind the last one and fills up with context before the first:
+    an anchor needs a token before it and one behind it. Where all possible anchors fit into a stretch, it holds them
+    all.
 
     Args:
-        n_tokens: Tokens of the sample.
-        anchors: int64 positions of its possible anchors, not empty unless nothing is supervised.
-        most: Longest range.
+        loss_mask: uint8 [n] of the whole sample.
+        most: Longest range, 3 or more.
+        most_anchors: So many from the stretch with the most possible anchors; of another one the same share, rounded
+            up.
         random: Source of the choice.
+
+    Returns:
+        Start and stop; int64 anchors, ascending, counted from the sample's first token. Where none is possible, the
+        first ``most`` tokens without any.
     """
-    if n_tokens <= most:
-        return 0, n_tokens
-    anchor = int(random.choice(anchors)) if len(anchors) else 0
-    stop = min(n_tokens, max(most, anchor + 2 + int(random.integers(max(1, most // 2)))))
-    return stop - most, stop
+    candidates, stretch = anchor_candidates(loss_mask), most - 2
+    if not len(candidates):
+        return 0, min(most, len(loss_mask)), candidates
+    if candidates[-1] - candidates[0] < stretch:
+        inside, fullest = candidates, len(candidates)
+    else:
+        # beginnings that reach an anchor and none of those before it, added up: a beginning is drawn from them all
+        ends = np.minimum(np.diff(candidates, prepend=candidates[0] - stretch), stretch).cumsum()
+        drawn = int(random.integers(ends[-1]))
+        reached = int(np.searchsorted(ends, drawn, side="right"))
+        begin = candidates[reached] - (ends[reached] - 1 - drawn)
+        inside = candidates[(candidates >= begin) & (candidates < begin + stretch)]
+        fullest = int((np.searchsorted(candidates, candidates + stretch) - np.arange(len(candidates))).max())
+    if fullest > most_anchors:
+        share = -(-most_anchors * len(inside) // fullest)
+        inside = np.sort(random.choice(inside, share, replace=False))
+    stop = int(inside[-1]) + 2
+    return max(0, stop - most), stop, inside
 
 
 def slot_tokens(

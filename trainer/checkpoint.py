@@ -7,6 +7,7 @@
       metrics.jsonl               one line a logged step or validation
       skipped.jsonl               samples that could not be read, if any
       best.json                   the checkpoint with the best validation tau
+      lock                        held while a session trains, and who holds it
       checkpoints/step-000500/
         drafter.safetensors       float32 weights, named as the serving engines name them
         drafter.json              shape of the drafter, provenance
@@ -14,14 +15,20 @@
         state.json                step and counters, digests of the other files, and one of itself
 
 A checkpoint is written beside its place, synced and renamed. Order, anchors and noise are functions of the seed and
-the step, so no random state is kept.
+the step, so no random state is kept. Tensors go to their file, and come back from it, without a second copy of them in
+memory: a checkpoint is three times as large as the weights that it is made of.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +45,7 @@ from hscache.store.reader import Store
 from trainer.drafter import Drafter, DrafterConfig
 
 _WEIGHTS, _SHAPE, _OPTIMIZER, _STATE = "drafter.safetensors", "drafter.json", "optimizer.safetensors", "state.json"
+_READ_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -76,9 +84,16 @@ class RunPaths:
         """Work in progress."""
         return self.root / "staging"
 
+    @property
+    def lock(self) -> Path:
+        """Locked while a session trains."""
+        return self.root / "lock"
+
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, ascending."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*"))
+        """Return the steps that have a checkpoint, ascending; a copy under another name is none."""
+        numbers = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        steps = {int(number) for number in numbers if number.isdecimal()}
+        return sorted(step for step in steps if self.checkpoint(step).is_dir())
 
     def checkpoint(self, step: int) -> Path:
         """Folder of a step's checkpoint."""
@@ -124,18 +139,60 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def hold_run(paths: RunPaths) -> Iterator[None]:
+    """Keep other sessions out of a run; the kernel lets go of it with the process, kill -9 included.
+
+    Args:
+        paths: The run; its directory is made, and goes again unless a run was begun in it.
+
+    Raises:
+        ConflictError: ``run-in-use``, naming the process that holds it.
+        EnvironmentFault: ``disk-full``, ``disk-error``.
+    """
+    with disk_errors(paths.root):
+        made = not paths.root.exists()
+        paths.root.mkdir(parents=True, exist_ok=True)
+        fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        with disk_errors(paths.root):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConflictError(
+                    "run-in-use",
+                    f"{paths.root}: {os.pread(fd, 256, 0).decode(errors='replace').strip() or 'another process'} "
+                    "trains here",
+                    hint="wait for it or stop it, or take another --out",
+                ) from None
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        try:
+            yield
+        finally:
+            if not paths.manifest.exists():  # refused before it was begun: nothing stays behind
+                paths.lock.unlink(missing_ok=True)
+                with suppress(OSError):
+                    paths.root.rmdir() if made else None
+    finally:
+        os.close(fd)
+
+
 def claim_run(paths: RunPaths, document: dict[str, Any]) -> dict[str, Any]:
     """Begin a run, or take up one that was begun with the same manifest, store and start.
 
     Args:
         paths: The run.
-        document: JSON-plain; ``manifest``, ``store``, and ``start`` unless a checkpoint has made that history.
+        document: JSON-plain; ``manifest``, ``store``, and ``start`` unless a checkpoint has made that history; and
+            ``hscache``, the version that began it, which another one may take up.
 
     Returns:
         The document on record.
 
     Raises:
         ConflictError: ``run-other-manifest``, naming the fields that differ.
+        EnvironmentFault: ``disk-full``, ``disk-error``.
+        IntegrityError: ``checkpoint-damaged`` for a record that is none.
     """
     with disk_errors(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
@@ -144,8 +201,8 @@ def claim_run(paths: RunPaths, document: dict[str, Any]) -> dict[str, Any]:
             with Staging(paths.staging) as staging:
                 replace_file(paths.manifest, text, staging.path)
             return document
-    before: dict[str, Any] = json.loads(paths.manifest.read_bytes())
-    now = {"start": before.get("start"), **json.loads(text)}
+    before = _record(paths.manifest, "put it back, or take another --out")
+    now = {"start": before.get("start"), **json.loads(text), "hscache": before.get("hscache")}
     differing = list(_differences(before, now))
     if differing:
         raise ConflictError(
@@ -170,7 +227,7 @@ def save_checkpoint(
     Args:
         paths: The run.
         step: Steps done.
-        weights: State of the drafter, on the CPU.
+        weights: State of the drafter, on the CPU, contiguous.
         config: Its shape.
         provenance: JSON-plain; goes into ``drafter.json``.
         optimizer: Tensors by "name of parameter/name of moment".
@@ -179,33 +236,82 @@ def save_checkpoint(
     Raises:
         EnvironmentFault: ``disk-full``, ``disk-error``.
     """
-    from safetensors.torch import save
-
     destination = paths.checkpoint(step)
+    if destination.exists():
+        return destination
     with disk_errors(paths.root), Staging(paths.staging) as staging:
         folder = staging.path / "checkpoint"
         folder.mkdir()
-        shape = {"drafter": asdict(config), "provenance": provenance, "step": step}
-        files = {_WEIGHTS: save(weights), _OPTIMIZER: save(optimizer), _SHAPE: canonical_json(shape)}
-        digests = {name: xxhash.xxh3_128_hexdigest(data) for name, data in files.items()}
+        shape = canonical_json({"drafter": asdict(config), "provenance": provenance, "step": step})
+        digests = {
+            _WEIGHTS: write_tensors(folder / _WEIGHTS, weights),
+            _OPTIMIZER: write_tensors(folder / _OPTIMIZER, optimizer),
+            _SHAPE: xxhash.xxh3_128_hexdigest(shape),
+        }
         body = {**state, "step": step, "files": digests}
-        files[_STATE] = canonical_json({**body, "digest": json_digest(body)})
-        for name, data in files.items():
-            write_file(folder / name, data)
+        write_file(folder / _SHAPE, shape)
+        write_file(folder / _STATE, canonical_json({**body, "digest": json_digest(body)}))
         publish_directory(folder, destination)
     return destination
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write a new safetensors file, sync it, and return its digest. The caller syncs the directory.
+
+    Args:
+        path: The file.
+        tensors: On the CPU, contiguous; they are not copied.
+
+    Raises:
+        OSError: As the file system gave it.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with open(path, "xb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        if (reason := re.search(r"os error (\d+)", str(error))) is None:  # its text is all that it keeps of it
+            raise
+        raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from error
+    with open(path, "rb") as file:
+        os.fchmod(file.fileno(), mode)  # safetensors lets nobody else read its files, other users' evaluations included
+        os.fsync(file.fileno())
+    return _digest(path)
+
+
+def newest_checkpoint(paths: RunPaths) -> tuple[int, str] | None:
+    """Return step and digest of a run's newest checkpoint; None for a run without one.
+
+    Raises:
+        IntegrityError: ``checkpoint-damaged``.
+    """
+    steps = paths.steps()
+    return (steps[-1], state_digest(paths.checkpoint(steps[-1]))) if steps else None
+
+
+def state_digest(folder: Path) -> str:
+    """Return the digest that a checkpoint gives of itself: of its counters and of the digests of its files.
+
+    Raises:
+        IntegrityError: ``checkpoint-damaged``.
+    """
+    _, digest, _ = _read_state(folder)
+    return digest
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return weights, optimizer tensors and counters of a checkpoint, compared with their digests.
 
+    The tensors lie in the mapped files: whoever keeps one copies it.
+
     Raises:
         IntegrityError: ``checkpoint-damaged``.
     """
-    from safetensors.torch import load
-
-    data = _read(folder, (_WEIGHTS, _OPTIMIZER, _SHAPE))
-    return load(data[_WEIGHTS]), load(data[_OPTIMIZER]), json.loads(data[_STATE])
+    state = _checked(folder, (_WEIGHTS, _OPTIMIZER, _SHAPE))
+    return _tensors(folder, _WEIGHTS), _tensors(folder, _OPTIMIZER), state
 
 
 def load_drafter(path: Path) -> tuple[Drafter, dict[str, Any]]:
@@ -221,15 +327,15 @@ def load_drafter(path: Path) -> tuple[Drafter, dict[str, Any]]:
         InputError: ``not-a-checkpoint``.
         IntegrityError: ``checkpoint-damaged``.
     """
-    from safetensors.torch import load
-
     folder = _resolve(path)
-    data = _read(folder, (_WEIGHTS, _SHAPE))  # without the moments, which are twice as large
+    _checked(folder, (_WEIGHTS, _SHAPE))  # without the moments, which are twice as large
     try:
-        facts = json.loads(data[_SHAPE])
+        facts = json.loads((folder / _SHAPE).read_bytes())
         with torch.device("meta"):
             drafter = Drafter(_config(facts["drafter"]))
-        drafter.load_state_dict(load(data[_WEIGHTS]), assign=True)
+        # copied out of the mapped file, which a run that goes on may remove
+        weights = {name: tensor.clone() for name, tensor in _tensors(folder, _WEIGHTS).items()}
+        drafter.load_state_dict(weights, assign=True)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise _damaged(folder, str(error)) from error
     return drafter, {**facts, "path": str(folder)}
@@ -242,9 +348,13 @@ def keep_best(paths: RunPaths, step: int, tau: float) -> bool:
         paths: The run.
         step: Its step, which has a checkpoint.
         tau: Validation tau.
+
+    Raises:
+        EnvironmentFault: ``disk-full``, ``disk-error``.
+        IntegrityError: ``checkpoint-damaged`` for a ``best.json`` that says nothing.
     """
-    best = json.loads(paths.best.read_bytes()) if paths.best.exists() else None
-    if best is not None and best["tau"] >= tau:
+    best = _best(paths)
+    if best is not None and best[1] >= tau:
         return False
     with disk_errors(paths.root), Staging(paths.staging) as staging:
         replace_file(paths.best, canonical_json({"step": step, "tau": tau}), staging.path)
@@ -252,42 +362,133 @@ def keep_best(paths: RunPaths, step: int, tau: float) -> bool:
 
 
 def drop_old(paths: RunPaths, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints and the best one."""
-    best = {json.loads(paths.best.read_bytes())["step"]} if paths.best.exists() else set()
+    """Remove all but the newest ``keep`` checkpoints and the best one, which has to be on record by now.
+
+    Raises:
+        EnvironmentFault: ``disk-error``.
+        IntegrityError: ``checkpoint-damaged``, as :func:`keep_best`.
+    """
+    best = _best(paths)
     for step in paths.steps()[:-keep]:
-        if step not in best:
-            shutil.rmtree(paths.checkpoint(step))
+        if best is None or step != best[0]:
+            with disk_errors(paths.root):
+                shutil.rmtree(paths.checkpoint(step))
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of a JSONL file that lie behind a step: they will be written again."""
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # a kill may have cut the last line
-        whole = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(whole), encoding="utf-8")
+def forget_after(paths: RunPaths, path: Path, step: int) -> None:
+    """Drop the lines of a JSONL file that lie behind a step: they will be written again.
+
+    Args:
+        paths: The run.
+        path: The file; it is left alone unless a line must go, and replaced as a whole then.
+        step: The last one that stays.
+
+    Raises:
+        EnvironmentFault: ``disk-full``, ``disk-error``; the file is then as it was.
+        IntegrityError: ``checkpoint-damaged``.
+    """
+    if not path.exists():
+        return
+    kept = b"".join(line for line, record in read_lines(path) if record["step"] <= step)
+    if len(kept) != path.stat().st_size:
+        with disk_errors(paths.root), Staging(paths.staging) as staging:
+            replace_file(path, kept, staging.path)
+
+
+def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return the lines of ``metrics.jsonl`` or ``skipped.jsonl``: bytes with their end, and what they say.
+
+    A last line that is not finished, as a kill or a run that goes on may leave it, is left out.
+
+    Raises:
+        IntegrityError: ``checkpoint-damaged`` for a line that is none of ours.
+    """
+    found = []
+    # at line feeds alone: text may hold other characters that str.splitlines takes for a line's end
+    for n, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            int(record["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise IntegrityError(
+                "checkpoint-damaged", f"{path}: line {n} is no record of a step: {error}", hint="remove that line"
+            ) from error
+        found.append((line + b"\n", record))
+    return found
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append a JSON object as one line."""
-    with open(path, "a", encoding="utf-8") as file:
+    """Append a JSON object as one line.
+
+    Raises:
+        EnvironmentFault: ``disk-full``, ``disk-error``.
+    """
+    with disk_errors(path.parent), open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _read(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Return files of a checkpoint by name, and ``state.json``, compared with their digests."""
+def _checked(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Return the counters of a checkpoint whose files have been compared with their digests."""
+    state, _, wanted = _read_state(folder)
+    for name in names:
+        try:
+            same = _digest(folder / name) == wanted[name]
+        except (OSError, KeyError) as error:
+            raise _damaged(folder, str(error)) from error
+        if not same:
+            raise _damaged(folder, f"{name} differs from its digest")
+    return state
+
+
+def _read_state(folder: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """Return counters, the digest over them and those of the files, from a ``state.json`` that has its own digest."""
     try:
-        data = {name: (folder / name).read_bytes() for name in (_STATE, *names)}
-        state = json.loads(data[_STATE])
-        digest, wanted = state.pop("digest"), {name: state["files"][name] for name in names}
+        state = json.loads((folder / _STATE).read_bytes())
+        digest, files = state.pop("digest"), dict(state["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(folder, str(error)) from error
     if json_digest(state) != digest:
         raise _damaged(folder, f"{_STATE} differs from its digest")
-    for name in names:
-        if xxhash.xxh3_128_hexdigest(data[name]) != wanted[name]:
-            raise _damaged(folder, f"{name} differs from its digest")
-    return data
+    return state, digest, files
+
+
+def _digest(path: Path) -> str:
+    """Return the digest of a file that need not fit into memory."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = load_file(folder / name)
+    return tensors
+
+
+def _best(paths: RunPaths) -> tuple[int, float] | None:
+    """Return step and tau of the best checkpoint on record."""
+    if not paths.best.exists():
+        return None
+    hint = "remove it: the newest checkpoint is taken for the best one until a validation is better"
+    best = _record(paths.best, hint)
+    try:
+        return int(best["step"]), float(best["tau"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError("checkpoint-damaged", f"{paths.best}: {error!r}", hint=hint) from error
+
+
+def _record(path: Path, hint: str) -> dict[str, Any]:
+    """Return a JSON object that a run keeps about itself."""
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise IntegrityError("checkpoint-damaged", f"{path}: {error}", hint=hint) from error
+    if not isinstance(record, dict):
+        raise IntegrityError("checkpoint-damaged", f"{path}: not a record of a run", hint=hint)
+    return record
 
 
 def _config(shape: dict[str, Any]) -> DrafterConfig:
@@ -304,9 +505,8 @@ def _resolve(path: Path) -> Path:
         raise InputError(
             "not-a-checkpoint", f"{path}: neither a checkpoint nor a run with one", hint="hstrain fit writes them"
         )
-    if run.best.exists() and (step := json.loads(run.best.read_bytes())["step"]) in steps:
-        return run.checkpoint(step)
-    return run.checkpoint(steps[-1])
+    best = _best(run)
+    return run.checkpoint(best[0] if best is not None and best[0] in steps else steps[-1])
 
 
 def _differences(before: Any, now: Any, where: str = "") -> Iterable[str]:
@@ -319,5 +519,7 @@ def _differences(before: Any, now: Any, where: str = "") -> Iterable[str]:
 
 def _damaged(folder: Path, what: str) -> IntegrityError:
     return IntegrityError(
-        "checkpoint-damaged", f"{folder}: {what}", hint="remove this checkpoint; the one before it is used then"
+        "checkpoint-damaged",
+        f"{folder}: {what}",
+        hint="remove this checkpoint; the newest one that its run still has is used then",
     )

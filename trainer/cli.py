@@ -60,10 +60,13 @@ def inspect(
     if json:
         emit_json(numbers)
         return
-    head = numbers["head"]
+    head, complete = numbers["head"], numbers["complete"]
     facts(
-        f"{store}: a drafter can be trained on",
+        f"{store}: a drafter can be trained on"
+        if complete
+        else f"{store}: once it is complete, a drafter can be trained on",
         [
+            ("complete", "yes" if complete else "no: hscache build goes on with it"),
             ("context", f"taps {numbers['taps']}, {numbers['context_width']} numbers a token"),
             ("samples", f"{numbers['samples']:,}, {numbers['tokens']:,} tokens, {numbers['loss_tokens']:,} supervised"),
             ("head", f"[{head['vocab_size']}, {head['hidden_size']}] {head['dtype']}, tied {head['tied']}"),
@@ -106,12 +109,15 @@ def fit(
     from dataclasses import asdict
 
     from trainer.manifest import load_train_manifest
+    from trainer.parallel import first_rank
 
     parsed = load_train_manifest(manifest, set_ or ())
     if dry_run:
         from trainer.estimate import dry_run as estimate
 
-        _print_estimate(estimate(parsed, store, device=device), json=json)
+        numbers = estimate(parsed, store, device=device)
+        if first_rank():
+            _print_estimate(numbers, json=json)
         return
     if out is None:
         raise typer.BadParameter("--out is needed, but for a --dry-run")
@@ -120,11 +126,13 @@ def fit(
     try:
         report = run_fit(parsed, store, out, device=device, overfit=overfit, tensorboard=tensorboard)
     except Interrupted as stop:
-        say(f"{stop}: a checkpoint is written. The same command goes on from there")
+        if first_rank():
+            say(f"{stop}: a checkpoint is written. The same command goes on from there")
         raise typer.Exit(128 + stop.signum) from None
-    if json:
-        emit_json(asdict(report))
-    say(report.text())
+    if first_rank():
+        if json:
+            emit_json(asdict(report))
+        say(report.text())
     if overfit and report.overfit_at is None:
         raise typer.Exit(1)
 
@@ -371,6 +379,11 @@ def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:
                 "memory",
                 f"{size(numbers['memory_bytes'])} counted, {size(numbers['measured_peak_bytes'])} at the peak here",
             ),
+            *(
+                [("on the host", f"{size(numbers['host_memory_bytes'])} counted for the first rank")]
+                if numbers["host_memory"]
+                else []
+            ),
             (
                 "time",
                 f"{numbers['seconds_a_step']:.2f} s a step, {duration(numbers['hours'] * 3600)} without validation",
@@ -391,14 +404,10 @@ def training_facts(store: Path) -> dict[str, Any]:
     import hscache
     from hscache.store.head import load_head
     from hscache.store.layout import StorePaths
+    from trainer.losses import NEEDS
 
     opened = hscache.open(store)
     head = load_head(StorePaths(store).target)
-    losses = ["ce"]
-    if "logit_ids" in opened.specs:
-        losses += ["ce-argmax", "kl-topk"]
-    if "final_state" in opened.specs:
-        losses += ["kl-exact"]
     return {
         "samples": len(opened),
         "complete": opened.complete,
@@ -413,7 +422,7 @@ def training_facts(store: Path) -> dict[str, Any]:
             "tied": head.facts["tied"],
             "norm_kind": head.facts["norm_kind"],
         },
-        "losses": losses,
+        "losses": [kind for kind, array in NEEDS.items() if array is None or array in opened.specs],
     }
 
 

@@ -5,9 +5,10 @@ most ``data.pack_tokens`` tokens; ``data.packs_per_step`` packs make an optimize
 packs r, r + W, ... A resume may therefore change W, and the step's loss, a mean over all its slots, stays what it was.
 Threads read the samples ahead into a ring of reused buffers; one more thread draws anchors, copies the rows that any
 block sees into a pack, and lets the buffer go. The training loop takes finished packs from a short queue.
+Of a long sample the reading order settles the anchors too, since they decide what is read.
 
 A sample that cannot be read is left out of its pack and reported with it, so every rank still takes the same number of
-steps. Samples longer than ``data.max_tokens`` are read only around the anchors of this epoch's window.
+steps. Samples longer than ``data.max_tokens`` are read only around this epoch's anchors.
 
 Shapes: T context rows, L taps, H width, N blocks, B block size, K = B - 1.
 """
@@ -31,7 +32,7 @@ from torch import Tensor
 from hscache.errors import HscacheError, IntegrityError
 from hscache.store.reader import Sample, Store
 from hscache.store.ring import ReadAhead, Span
-from trainer.anchors import anchor_candidates, choose_anchors, choose_window, random_of, slot_tokens
+from trainer.anchors import choose_anchors, choose_window, random_of, slot_tokens
 from trainer.losses import SlotTargets
 from trainer.manifest import DataSpec
 from trainer.masks import Backend, Blocks
@@ -102,8 +103,9 @@ def split(store: Store, fraction: float) -> tuple[list[int], list[int]]:
     """Return the numbers of training and of validation samples.
 
     The hash of its id alone decides about a sample: two stores of one corpus have one split, and a corpus that grows
-    moves nothing to the other side. With a fraction above zero at least one sample of two or more is held out, and at
-    least one is left to train on.
+    moves nothing to the other side. Two exceptions hold only where the corpus is too small for the fraction, and may
+    end as it grows: with a fraction above zero at least one sample of two or more is held out, the one of the lowest
+    hash, and at least one is left to train on.
 
     Args:
         store: An opened store.
@@ -194,7 +196,7 @@ class PackStream:
         self._store, self._shape, self._spec, self._seed = store, shape, spec, seed
         self._range, self._rank, self._world = (start, stop), rank, world
         self._schedule = schedule
-        self._spans: deque[tuple[int, int]] = deque()
+        self._spans: deque[tuple[int, NDArray[np.int64] | None]] = deque()
         self._queue: queue.Queue[list[Pack] | BaseException | None] = queue.Queue(_QUEUED_PACKS)
         self._stopped = threading.Event()
         self._pinned = torch.cuda.is_available()
@@ -242,20 +244,21 @@ class PackStream:
     def _order(self) -> Iterator[Span]:
         for epoch, packs in self._mine():
             for i in (i for pack in packs for i in pack):
-                start, stop = self._window(i, epoch)
-                self._spans.append((start, stop))
+                start, stop, anchors = self._window(i, epoch)
+                self._spans.append((start, anchors))
                 yield i, start, stop
 
-    def _window(self, i: int, epoch: int) -> tuple[int, int]:
+    def _window(self, i: int, epoch: int) -> tuple[int, int, NDArray[np.int64] | None]:
+        """Return the tokens to read of a sample, and of a long one the anchors among them."""
         n = int(self._store.n_tokens[i])
         if n <= self._spec.max_tokens:
-            return 0, n
+            return 0, n, None
         try:
             mask = self._store.loss_mask(i)
         except HscacheError:  # reading the sample says it again, at its place in the order
-            return 0, self._spec.max_tokens
+            return 0, self._spec.max_tokens, None
         random = random_of("window", self._seed, epoch, self._store.sample_ids[i])
-        return choose_window(n, anchor_candidates(mask), self._spec.max_tokens, random)
+        return choose_window(mask, self._spec.max_tokens, self._spec.anchors, random)
 
     def _work(self) -> None:
         try:
@@ -279,9 +282,12 @@ class PackStream:
             sample_id = self._store.sample_ids[i]
             try:
                 with next(self._ring) as sample:
-                    start, _ = self._spans.popleft()
-                    random = random_of("anchors", self._seed, epoch, sample_id)
-                    anchors = choose_anchors(sample.loss_mask.numpy(), self._spec.anchors, random)
+                    start, chosen = self._spans.popleft()
+                    if chosen is None:
+                        random = random_of("anchors", self._seed, epoch, sample_id)
+                        anchors = choose_anchors(sample.loss_mask.numpy(), self._spec.anchors, random)
+                    else:
+                        anchors = chosen - start
                     builder.add(sample, anchors, start)
             except IntegrityError as error:
                 self._spans.popleft()

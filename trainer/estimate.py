@@ -1,7 +1,8 @@
 """What a run will need, before it begins: parameters, memory, steps, tokens, and hours from a few real steps.
 
 The memory is what one process of a run on this machine holds at its peak. It is counted from the shapes, term by term,
-so that it can be asked for shapes that do not fit here; a test holds it against measured peaks.
+so that it can be asked for shapes that do not fit here; a test holds it against measured peaks. With CUDA the device's
+memory is one sum and the host's another.
 
 Shapes: see :mod:`trainer.drafter`; P parameters of one rank.
 """
@@ -37,7 +38,8 @@ def memory_bytes(
 ) -> dict[str, int]:
     """Return the terms of a training process's memory at its peak, without interpreter and libraries.
 
-    What lives at the peak is counted, tensor by tensor; a small process's allocator may hold a fifth more.
+    What lives at the peak is counted, tensor by tensor; a small process's allocator may hold a fifth more. With CUDA it
+    is the device's memory; for the host's see :func:`host_memory_bytes`.
 
     Args:
         config: The drafter's shape.
@@ -75,17 +77,46 @@ def memory_bytes(
     else:
         forward = layer * config.num_layers + logits + ends
     casts = e * total if e == 2 and not fsdp else 0
-    # gradients grow while what was kept for them goes, so the peak is at one end or the other
-    pack, packs = T * L * H * 2, -(-manifest.data.packs_per_step // world)
-    ring = 4 * min(T, manifest.data.max_tokens) * (L + 1) * H * 2
+    # a checkpoint is written from the tensors that are there; what is cut over the ranks is put together for it
+    saving = _checkpoint(total, manifest) if fsdp and cpu else 0
     return {
         "weights": 4 * P,
-        "moments": 4 * P * (1 if manifest.optim.name == "muon" else 2),
+        "moments": _checkpoint(P, manifest) - 4 * P,
         "head": head_bytes if head_bytes is not None else 2 * config.vocab_size * H,
-        "packs": 4 * packs * pack + ring,
-        "activations or gradients": max(forward + casts, 4 * P),
+        # a device has the pack that trains and the one before it
+        "packs": _packs(config, manifest, T=T, world=world) if cpu else 2 * T * L * H * 2,
+        # gradients grow while what was kept for them goes, so the peak is at one end or the other, or behind both
+        "activations, gradients or checkpoint": max(forward + casts, 4 * P, saving),
         "communication": _communication(config, total, e, fsdp=fsdp) if world > 1 else 0,
     }
+
+
+def host_memory_bytes(config: DrafterConfig, manifest: TrainManifest, *, T: int, world: int = 1) -> dict[str, int]:
+    """Return the terms of the host's memory at its peak where the device has a memory of its own.
+
+    It is that of the first rank, which holds a whole checkpoint while it is written; the others hold the packs alone.
+    When a run goes on, every rank maps the checkpoint's files, which the system can take back.
+
+    Args:
+        config: The drafter's shape.
+        manifest: Optimizer and packs a step decide.
+        T: Context rows of a pack.
+        world: Ranks.
+    """
+    total, _ = count_parameters(config)
+    return {"packs": _packs(config, manifest, T=T, world=world), "checkpoint": _checkpoint(total, manifest)}
+
+
+def _packs(config: DrafterConfig, manifest: TrainManifest, *, T: int, world: int) -> int:
+    """Return what the packs of a step, those that wait, and the ring of samples take."""
+    L, H = len(config.taps), config.hidden_size
+    packs = -(-manifest.data.packs_per_step // world)
+    return 4 * packs * T * L * H * 2 + 4 * min(T, manifest.data.max_tokens) * (L + 1) * H * 2
+
+
+def _checkpoint(parameters: int, manifest: TrainManifest) -> int:
+    """Return what weights and moments take together."""
+    return 4 * parameters * (2 if manifest.optim.name == "muon" else 3)
 
 
 def _communication(config: DrafterConfig, parameters: int, e: int, *, fsdp: bool) -> int:
@@ -96,14 +127,23 @@ def _communication(config: DrafterConfig, parameters: int, e: int, *, fsdp: bool
 def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = None) -> dict[str, Any]:
     """Return what a run would take, JSON-plain; a few steps are run and thrown away.
 
+    ``memory_bytes`` is one process's, with CUDA on its device; ``host_memory_bytes`` is beside it, and else 0.
+
     Args:
         manifest: What would be trained.
         store_path: A complete store.
         device: Such as ``cpu``; None for CUDA where it is.
     """
     world = World.join(device)
-    trainer = Trainer(manifest, store_path, world)
-    trainer.begin()
+    try:
+        return _probe(world.together(lambda: Trainer(manifest, store_path, world)))
+    finally:
+        world.leave()
+
+
+def _probe(trainer: Trainer) -> dict[str, Any]:
+    world, manifest = trainer.world, trainer.manifest
+    world.together(trainer.begin)
     trainer.distribute()
     parameters, tensors = count_parameters(trainer.config)
     largest, seconds = (0, 0, 0), []
@@ -113,18 +153,20 @@ def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = N
             began = time.perf_counter()
             trainer.step(step, packs)
             seconds.append(time.perf_counter() - began)
+    keys, T, N = largest
     tensors_held = {t.data_ptr(): t.nbytes for t in (trainer.head.embed_VH, trainer.head.lm_head_VH)}
     memory = memory_bytes(
         trainer.config,
         manifest,
-        T=largest[1],
-        N=largest[2],
-        keys=largest[0],
+        T=T,
+        N=N,
+        keys=keys,
         world=world.size,
         device=world.device.type,
         head_bytes=sum(tensors_held.values()),
     )
-    world.leave()
+    apart = world.device.type == "cuda"
+    host = host_memory_bytes(trainer.config, manifest, T=T, world=world.size) if apart else {}
     return {
         "parameters": parameters,
         "tensors": tensors,
@@ -136,6 +178,8 @@ def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = N
         "packs_an_epoch": len(trainer.schedule.packs(0)),
         "memory_bytes": sum(memory.values()),
         "memory": memory,
+        "host_memory_bytes": sum(host.values()),
+        "host_memory": host,
         "measured_peak_bytes": peak_memory_bytes(world.device),
         "seconds_a_step": min(seconds),
         "hours": min(seconds) * trainer.total_steps / 3600,

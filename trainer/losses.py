@@ -35,6 +35,14 @@ from torch import Tensor
 from hscache.store.head import TargetHead
 
 Kind = Literal["ce", "ce-argmax", "kl-topk", "kl-exact", "tv"]
+NEEDS: dict[Kind, str | None] = {
+    "ce": None,
+    "ce-argmax": "logit_ids",
+    "kl-topk": "logit_ids",
+    "kl-exact": "final_state",
+    "tv": "final_state",
+}
+"""What a loss needs of the store beside tokens and context: an array, named as there."""
 Weights = Literal["exp", "dpace", "none"]
 _DPACE_ALPHA = 0.5
 _CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}

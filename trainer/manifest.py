@@ -24,6 +24,8 @@ from trainer.losses import Kind, Weights, default_gamma
 Number = Annotated[float, Field(allow_inf_nan=False)]
 """A float that may be written as a whole number (strict floats take integers); text such as ``"6e-4"`` is refused."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(gt=0, lt=1 << 31)]
+"""Such as fits wherever torch and NumPy keep sizes and positions."""
 
 
 class DrafterSpec(Section):
@@ -31,17 +33,17 @@ class DrafterSpec(Section):
 
     layer_types: Annotated[tuple[LayerType, ...], Strict(False), Field(min_length=1)]
     """One entry a layer: ``full_attention`` or ``sliding_attention``."""
-    intermediate_size: int = Field(gt=0)
+    intermediate_size: Count
     """Width of the feed-forward layers."""
-    num_heads: int = Field(gt=0)
+    num_heads: Count
     """Query heads."""
-    num_kv_heads: int = Field(gt=0)
+    num_kv_heads: Count
     """Key and value heads."""
-    head_dim: int = Field(gt=0, multiple_of=2)
+    head_dim: Annotated[Count, Field(multiple_of=2)]
     """Width of a head."""
-    block_size: int = Field(gt=1)
+    block_size: Annotated[Count, Field(gt=1)]
     """Anchor and drafted slots: B."""
-    mask_token_id: int = Field(ge=0)
+    mask_token_id: int = Field(ge=0, lt=1 << 31)
     """Input id of the drafted slots: an id of the target's vocabulary that its text does not use."""
     taps: Taps | None = None
     """Decoder blocks of the target that make the context; default: all that the store has."""
@@ -49,9 +51,9 @@ class DrafterSpec(Section):
     """Base of the drafter's own rotary embedding."""
     rms_norm_eps: Number = Field(default=1e-6, gt=0)
     """Epsilon of the norms."""
-    sliding_window: int | None = Field(default=None, gt=0)
+    sliding_window: Count | None = None
     """Tokens that a sliding layer sees."""
-    max_position_embeddings: int = Field(default=32768, gt=0)
+    max_position_embeddings: Count = 32768
     """Written to exports."""
     start: Annotated[str, Field(min_length=1)] | None = None
     """Run, checkpoint or released drafter whose weights training begins from (``~`` is expanded); none: random ones."""
@@ -64,17 +66,17 @@ class DataSpec(Section):
 
     validation: Fraction = 0.05
     """Share of the samples held out, chosen by a hash of their ids."""
-    max_tokens: int = Field(default=4096, gt=1)
-    """A longer sample is trained on a window of this length, drawn anew each epoch."""
-    pack_tokens: int = Field(default=4096, gt=1)
+    max_tokens: Annotated[Count, Field(gt=2)] = 4096
+    """Of a longer sample a window of at most this length is trained on, drawn anew each epoch."""
+    pack_tokens: Annotated[Count, Field(gt=1)] = 4096
     """Context tokens that go through the drafter together."""
-    packs_per_step: int = Field(default=1, gt=0)
+    packs_per_step: Count = 1
     """Packs of one optimizer step, shared among ranks; what a rank has more than one of, it accumulates."""
-    anchors: int = Field(default=512, gt=0)
+    anchors: Count = 512
     """Blocks drawn from a sample, each epoch, at most."""
     noise: Number = Field(default=0.0, ge=0)
     """Normal noise on the drafter's copy of the context, relative to each state's RMS; never on targets."""
-    max_bad_samples: int = Field(default=10, ge=0)
+    max_bad_samples: int = Field(default=10, ge=0, lt=1 << 31)
     """Unreadable samples that a run passes over, recorded in ``skipped.jsonl``, before it stops."""
 
 
@@ -104,28 +106,28 @@ class OptimSpec(Section):
     """Share of the steps."""
     clip: Number = Field(default=1.0, gt=0)
     """Largest norm of the gradient."""
-    epochs: int = Field(default=6, gt=0)
+    epochs: Count = 6
     """Passes over the data."""
-    max_steps: int | None = Field(default=None, gt=0)
+    max_steps: Count | None = None
     """Stop, and end the schedule, earlier or later than the epochs say."""
 
 
 class RunSpec(Section):
     """How a run goes and what it leaves behind."""
 
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
     """Of weights, order and anchors."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """Of matrix products; weights and optimizer are float32 in either case."""
-    log_every: int = Field(default=10, gt=0)
+    log_every: Count = 10
     """Steps between lines."""
-    validate_every: int = Field(default=200, gt=0)
+    validate_every: Count = 200
     """Steps between validations; there is one at the beginning and one at the end, too."""
-    validation_samples: int = Field(default=64, gt=0)
+    validation_samples: Count = 64
     """Held-out samples of a validation, at most."""
-    checkpoint_every: int = Field(default=500, gt=0)
+    checkpoint_every: Count = 500
     """Steps between checkpoints; there is one at the end and at an interruption, too."""
-    keep: int = Field(default=2, gt=0)
+    keep: Count = 2
     """Checkpoints that stay, the best one not counted."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hscache.device import pick_device
+from hscache.errors import HscacheError
 from trainer.drafter import Drafter
+
+T = TypeVar("T")
+
+
+def first_rank() -> bool:
+    """Return whether this process writes and speaks: rank 0 of torchrun's, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True)
@@ -67,22 +76,55 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def gather(self, value: object) -> list[object]:
-        """Return the values of all ranks, in their order."""
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order; all must call it."""
         if self.size == 1:
             return [value]
-        values: list[object] = [None] * self.size
+        values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def merge(self, values: dict[str, str]) -> dict[str, str]:
         """Return the entries of all ranks; all must call it."""
-        return {key: value for part in self.gather(values) for key, value in part.items()}  # type: ignore[attr-defined]
+        return {key: value for part in self.gather(values) for key, value in part.items()}
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier()
+    def together(self, act: Callable[[], T]) -> T:
+        """Return what an action gives on this rank; a refusal that any rank meets, all raise; all must call it.
+
+        A rank that stopped alone would leave the others waiting for it, to end as if by a bug.
+
+        Args:
+            act: Must not call upon the other ranks.
+
+        Raises:
+            HscacheError: That of the lowest rank that met one.
+        """
+        met: HscacheError | None = None
+        try:
+            value = act()
+        except HscacheError as error:
+            met = error
+        # an error's parts: pickle would build it again from its message alone
+        parts: Any = None if met is None else (type(met), met.code, met.message, met.hint)
+        for rank, told in enumerate(self.gather(parts)):
+            if met is not None and rank == self.rank == 0:
+                raise met
+            if told is not None:
+                kind, code, message, hint = told
+                raise kind(code, message if rank == 0 else f"rank {rank}: {message}", hint=hint) from met
+        return value
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """Return on all ranks what an action gives on the first one, which alone does it; all must call it.
+
+        Args:
+            act: Gives what can be pickled.
+
+        Raises:
+            HscacheError: What the first rank met.
+        """
+        found: Any = self.gather(self.together(lambda: act() if self.main else None))[0]
+        return found  # type: ignore[no-any-return]
 
     def leave(self) -> None:
         """End the process group.
@@ -128,39 +170,61 @@ def accumulating(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def full(tensor: Tensor) -> Tensor:
-    """Return a tensor as one process would have it, on the CPU; all ranks must call it."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().cpu().clone()
+def whole_tensors(tensors: Iterable[tuple[str, Tensor]], world: World) -> dict[str, Tensor]:
+    """Return tensors by name as one process would have them, on the CPU; all ranks must call it.
+
+    What is whole and there already is not copied: write it before the next step. Other ranks than the first get
+    nothing, and hold one tensor at a time.
+
+    Args:
+        tensors: In the same order on all ranks.
+        world: The ranks.
+    """
+    found = {}
+    for name, tensor in tensors:
+        whole = tensor.detach()
+        if hasattr(whole, "full_tensor"):
+            whole = whole.full_tensor()
+        if world.main:
+            found[name] = whole.cpu().contiguous()
+    return found
 
 
 def like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return a whole tensor placed and cut as a parameter is."""
-    if whole.shape != parameter.shape:  # a counter: fused kernels want it beside the parameter
-        return whole.to(parameter.device)
-    if hasattr(parameter, "placements"):
-        from torch.distributed.tensor import distribute_tensor
+    """Return a copy of a whole tensor, placed and cut as a parameter is."""
+    placed = whole.to(parameter.device, copy=True)  # out of the mapped file
+    # a counter has another shape: fused kernels want it beside the parameter
+    if whole.shape != parameter.shape or not hasattr(parameter, "placements"):
+        return placed
+    from torch.distributed.tensor import distribute_tensor
 
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-        # every rank has read the whole tensor and cuts out its own part: nothing is sent
-        return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
-    return whole.to(parameter.device)
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    # every rank has read the whole tensor and cuts out its own part: nothing is sent
+    return distribute_tensor(placed, mesh, placements, src_data_rank=None)
 
 
-def optimizer_tensors(model: Drafter, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Return all moments as ``name of parameter/name of moment``; all ranks must call it."""
+def optimizer_tensors(model: Drafter, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """Yield all moments, under ``name of parameter/name of moment``, in an order that all ranks share."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[id(parameter)]}/{key}": full(value)
-        for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        for key, value in sorted(state.items())  # the same order on all ranks: safetensors gives any
-        if isinstance(value, Tensor)
-    }
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})  # none before the first step that had a slot to train
+                for key, value in sorted(state.items()):  # safetensors gives them in any order
+                    if isinstance(value, Tensor):
+                        yield f"{names[id(parameter)]}/{key}", value
 
 
 def restore_optimizers(model: Drafter, optimizers: Iterable[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Put moments back where :func:`optimizer_tensors` took them."""
+    """Put moments back where :func:`optimizer_tensors` took them.
+
+    Args:
+        model: The drafter, as it is distributed.
+        optimizers: Its own.
+        tensors: Of all parameters, or of none: before the first step that had a slot to train there are no moments.
+    """
+    if not tensors:
+        return
     moments: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         parameter, _, key = name.partition("/")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hscache.errors import EnvironmentFault, InputError
-from trainer.checkpoint import RunPaths
+from trainer.checkpoint import RunPaths, read_lines
 from trainer.ddtree import SIZES
 
 if TYPE_CHECKING:
@@ -21,13 +20,12 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
     Raises:
         InputError: ``not-a-checkpoint``: no ``metrics.jsonl`` there.
+        IntegrityError: ``checkpoint-damaged`` for a line of it that is none of ours.
     """
     path = RunPaths(run).metrics
     if not path.exists():
         raise InputError("not-a-checkpoint", f"{run}: no metrics.jsonl", hint="hstrain fit writes one into its --out")
-    # a run that is going on may be in the middle of its last line
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    records = [json.loads(line) for line in lines]
+    records = [record for _, record in read_lines(path)]
     return [r for r in records if r["kind"] == "train"], [r for r in records if r["kind"] == "validation"]
 
 
@@ -40,6 +38,7 @@ def plot_run(run: Path, out: Path) -> None:
 
     Raises:
         InputError: ``not-a-checkpoint``.
+        IntegrityError: ``checkpoint-damaged``.
         EnvironmentFault: ``dependency-missing``.
     """
     train, held = read_metrics(run)

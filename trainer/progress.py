@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,20 @@ from trainer.data import Pack
 from trainer.drafter import DrafterConfig
 from trainer.step import Trainer
 
-_PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, "L40S": 362e12}
-"""Dense bf16, from the vendor's data sheets."""
+_PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
+    ({"H100", "PCIe"}, 756e12),
+    ({"H800", "PCIe"}, 756e12),
+    ({"H100", "NVL"}, 835e12),
+    ({"H200", "NVL"}, 835e12),
+    ({"A100"}, 312e12),
+    ({"H100"}, 989e12),
+    ({"H200"}, 989e12),
+    ({"GH200"}, 989e12),
+    ({"H800"}, 989e12),
+    ({"B200"}, 2250e12),
+    ({"L40S"}, 362e12),
+)
+"""Dense bf16, from the vendor's data sheets, by words of the device's name; the first entry that fits."""
 
 
 class Log:
@@ -33,10 +48,17 @@ class Log:
 
     def __init__(self, trainer: Trainer, step: int) -> None:
         self._t, self._begin, self._first = trainer, time.monotonic(), step
-        self._since, self.waited = self._begin, 0.0
+        self._since, self.waited, self._paused = self._begin, 0.0, 0.0
         self._tokens = self._blocks = 0
         self._flops = 0.0
         self._peak = peak_flops(trainer.world.device)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is done inside, validations and checkpoints, out of the speed of training."""
+        began = time.monotonic()
+        yield
+        self._paused += time.monotonic() - began
 
     def add(self, record: dict[str, Any], packs: list[Pack]) -> None:
         """Count a step's work."""
@@ -50,7 +72,7 @@ class Log:
     def line(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
         """Say a line and return it as a record."""
         now = time.monotonic()
-        spent = max(now - self._since, 1e-9)
+        spent = max(now - self._since - self._paused, 1e-9)
         wait, tokens = self.waited / spent, self._tokens / spent
         left = (now - self._begin) / max(step - self._first, 1) * (self._t.total_steps - step)
         memory = peak_memory_bytes(self._t.world.device)
@@ -72,7 +94,8 @@ class Log:
         }
         if self._peak is not None:
             out["mfu"] = self._flops / spent / self._peak
-        self._since, self.waited, self._tokens, self._blocks, self._flops = time.monotonic(), 0.0, 0, 0, 0.0
+        self._since, self.waited, self._paused = time.monotonic(), 0.0, 0.0
+        self._tokens, self._blocks, self._flops = 0, 0, 0.0
         return out
 
 
@@ -123,8 +146,10 @@ def peak_flops(device: torch.device) -> float | None:
     """Return the dense bf16 peak of a GPU that is known, in FLOP/s, for the model FLOP utilisation (MFU)."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+    words = set(re.split(r"[ -]", torch.cuda.get_device_name(device)))
+    if "MIG" in words:  # a part of one
+        return None
+    return next((peak for known, peak in _PEAK_FLOPS if known <= words), None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

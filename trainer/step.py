@@ -26,7 +26,7 @@ from trainer.data import Pack, PackShape, PackStream, Schedule, split
 from trainer.drafter import Drafter, block_inputs, initialise
 from trainer.evaluate import by_tag, score_store, summarise
 from trainer.importer import open_drafter
-from trainer.losses import BlockLoss, Head, head_loss, logit_std
+from trainer.losses import NEEDS, BlockLoss, Head, head_loss, logit_std
 from trainer.manifest import TrainManifest, check_start, drafter_in
 from trainer.masks import Backend
 from trainer.optim import learning_rate, make_optimizers, scale_and_clip, set_learning_rate
@@ -214,7 +214,7 @@ class Trainer:
             )
         self.unreadable = self.world.merge(self.unreadable)
         if not shared:
-            scores = [score for part in self.world.gather(scores) for score in part]  # type: ignore[attr-defined]
+            scores = [score for part in self.world.gather(scores) for score in part]
         return {**summarise(scores), "by_tag": by_tag(scores)}
 
     def _noisy(self, pack: Pack, step: int) -> Tensor:
@@ -239,12 +239,12 @@ def _counts(result: BlockLoss, bad: int) -> Tensor:
 
 def _pack_shape(manifest: TrainManifest, store: Store, taps: tuple[int, ...]) -> PackShape:
     kind = manifest.loss.kind
-    top, final = kind in ("ce-argmax", "kl-topk"), kind in ("kl-exact", "tv")
-    for needed, array, remedy in ((top, "logit_ids", "logits.topk = 64"), (final, "final_state", "states.final_state")):
-        if needed and array not in store.specs:
-            raise InputError(
-                "array-absent",
-                f"loss.kind = {kind} needs {array}, which {store.path} was built without",
-                hint=f"build with {remedy}, or take loss.kind = ce",
-            )
-    return PackShape(taps, manifest.drafter.block_size, top, final)
+    needed = NEEDS[kind]
+    if needed is not None and needed not in store.specs:
+        remedy = {"logit_ids": "logits.topk = 64", "final_state": "states.final_state"}[needed]
+        raise InputError(
+            "array-absent",
+            f"loss.kind = {kind} needs {needed}, which {store.path} was built without",
+            hint=f"build with {remedy}, or take loss.kind = ce",
+        )
+    return PackShape(taps, manifest.drafter.block_size, needed == "logit_ids", needed == "final_state")
