@@ -115,6 +115,16 @@ def test_the_checkpoints_own_taste_has_no_effect(
     assert "min_p, no_repeat_ngram_size, repetition_penalty, temperature, top_k" in said
 
 
+def test_taste_in_an_old_checkpoints_config_has_no_effect_either(prompts: Path, tmp_path: Path) -> None:
+    target = copy_target(tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "temperature": 0.3, "repetition_penalty": 1.8}))
+    for name in ("with", "without"):
+        out = tmp_path / f"{name}.parquet"
+        assert run(prompts, out, target=target) == run(prompts, tmp_path / f"plain-{name}.parquet")
+        (target / "generation_config.json").unlink(missing_ok=True)
+
+
 def test_all_end_tokens_of_the_checkpoint_end_a_completion(prompts: Path, tmp_path: Path) -> None:
     plain = run(prompts, tmp_path / "a.parquet")
     token = plain[0]["input_ids"][-1]
@@ -136,9 +146,9 @@ def test_temperature_and_top_p_are_honoured(prompts: Path, tmp_path: Path) -> No
 
 
 def test_nothing_but_top_p_cuts_the_distribution(tmp_path: Path) -> None:
-    """transformers' own default takes the best 50 tokens."""
+    """transformers' own default takes the best 50 tokens; and each batch draws anew."""
     same = write_rows(tmp_path / "same.jsonl", [{"prompt": "x = "}] * 128)
-    rows = run(same, tmp_path / "c.parquet", Sampling(1, temperature=1000.0), batch_size=128)
+    rows = run(same, tmp_path / "c.parquet", Sampling(1, temperature=1000.0), batch_size=64)
     assert len({row["input_ids"][-1] for row in rows}) > 100
 
 
