@@ -53,5 +53,5 @@ oracle: assets  ## exports, masks and losses against dflash and speculators, sto
 	$(BIN)/python tools/oracle_env.py
 	$(BIN)/python -m pytest -m oracle
 
-clean:  ## remove .venv and the demo's output
-	rm -rf $(VENV) runs
+clean:  ## remove .venv and the demos' output
+	rm -rf $(VENV) runs/demo runs/demo-smollm2

@@ -83,23 +83,27 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first N prompts of each file.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     json: Json = False,
 ) -> None:
-    """Let the target write the completions that a drafter will be trained on.
+    """Let the target write the completions that a drafter will be trained on; run again to go on after a stop.
 
     Example: hscache generate prompts.jsonl --target ~/models/SmolLM2-135M-Instruct -o corpus.parquet --limit 24
     """
     from hscache.corpus.generate import Sampling, generate_corpus
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    report = generate_corpus(
-        prompts, target, out, sampling, raw=raw, batch_size=batch_size, limit=limit, dtype=dtype, device=device
-    )
+    try:
+        report = generate_corpus(
+            prompts, target, out, sampling, raw=raw, batch_size=batch_size, limit=limit, dtype=dtype, device=device
+        )
+    except Interrupted as stop:
+        say(f"{stop}: the completed batches are kept. To go on:\n  {_command_line()}")
+        raise typer.Exit(128 + stop.signum) from None
     if json:
         emit_json(report.to_json())
     report.say()

@@ -197,21 +197,29 @@ def run_command(command: Callable[[], object]) -> None:
     Args:
         command: A typer application; it ends the process itself on success and on wrong usage.
     """
+    status: str | int | None = 0
     try:
         command()
+    except SystemExit as stop:
+        # typer calls it a failure when the reader of our output had enough
+        status = 0 if isinstance(stop.__context__, BrokenPipeError) else stop.code
     except HscacheError as error:
         say(f"error[{error.code}]: {error.message}")
         if error.hint:
             say(f"hint: {error.hint}")
-        sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of our output had enough
-        sys.exit(0)
-    except OSError as error:
-        if error.errno is None:
-            raise
-        say(f"error[disk-error]: {error}")
-        sys.exit(EnvironmentFault.exit_code)
-    except Exception:
-        traceback.print_exc()
-        say("error[bug]: this is a fault of hscache; please report it with the lines above")
-        sys.exit(_EXIT_BUG)
+        status = error.exit_code
+    except BrokenPipeError:
+        pass
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            say(f"error[disk-error]: {error}")
+            status = EnvironmentFault.exit_code
+        else:  # other libraries raise OSErrors without a number, which are not the file system's
+            traceback.print_exc()
+            say("error[bug]: this is a fault of hscache; please report it with the lines above")
+            status = _EXIT_BUG
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # else Python, which flushes once more at its end, would exit with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)

@@ -35,6 +35,7 @@ CODES: dict[str, str] = {
     "corpus-truncated": "a corpus file ends in the middle of a record",
     "template-missing": "the tokenizer has no chat template",
     "template-without-generation": "the chat template does not mark what the assistant generated",
+    "template-invalid": "the chat template cannot be read, or is not Jinja",
     "not-a-store": "the path holds no hscache store",
     "store-unfinished": "the store's build has not finished",
     "sample-unknown": "no such sample in this store",
@@ -84,6 +85,7 @@ CODES: dict[str, str] = {
     "run-other-manifest": "the training run was begun with another manifest, store or start",
     "run-in-use": "another process trains in this run's directory",
     "manifest-exists": "the manifest to write exists already",
+    "corpus-begun": "an unfinished corpus was begun with other prompts, settings or target, or is being written",
     # training
     "not-a-checkpoint": "the path holds no checkpoint of a training run",
     "checkpoint-damaged": "a checkpoint's file is missing or altered",

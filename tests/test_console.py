@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from hscache.console import Progress, duration, emit_json, facts, say, size, table
+from hscache.console import Progress, duration, emit_json, facts, run_command, say, size, table
+from hscache.errors import InputError
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -68,3 +75,49 @@ def test_tables_are_not_folded_where_nobody_looks(capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert any(long in line and line.rstrip().endswith("1234") for line in out.splitlines())
     assert out.splitlines()[-2:] == ["  key         value", "  longer key  2"]
+
+
+@pytest.mark.parametrize("arguments", [["config", "manifests/build/demo.toml"], ["doctor", "--json"]])
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_reader_that_had_enough_is_no_failure(arguments: list[str], lines: int) -> None:
+    command = [sys.executable, "-c", "from hscache.cli import main; main()", *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stderr
+        for _ in range(lines):
+            assert process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert (process.returncode, "Exception" in said) == (0, False), said
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def command() -> None:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (SystemExit(1), 1, ""),
+        (BrokenPipeError(), 0, ""),
+        (InputError("corpus-empty", "nothing", hint="more"), 2, "error[corpus-empty]: nothing\nhint: more\n"),
+        (OSError(28, "No space left on device"), 3, "error[disk-error]: [Errno 28] No space left on device\n"),
+        (OSError("a library's own"), 70, "error[bug]"),
+        (KeyError("x"), 70, "error[bug]"),
+    ],
+)
+def test_every_end_of_a_command_has_its_status(
+    error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_command(raising(error))
+    assert (stop.value.code, said in capsys.readouterr().err) == (status, True)
+
+
+def test_clean_leaves_what_the_user_made() -> None:
+    """``make clean`` removes what ``make`` made; every run that README tells to write is below runs/ too."""
+    told = subprocess.run(["make", "-n", "clean", "VENV=v"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["rm", "-rf", "v", "runs/demo", "runs/demo-smollm2"]

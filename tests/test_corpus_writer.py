@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hscache.corpus.readers import CORPUS_SCHEMA, read_corpus
-from hscache.corpus.writer import CorpusWriter, rejects_path
+from hscache.corpus.writer import CorpusWriter, Journal, journal_path, rejects_path
 from hscache.errors import ConflictError, InputError
 
 
@@ -66,6 +66,38 @@ def test_no_sample_is_an_error_that_keeps_the_reasons(tmp_path: Path) -> None:
         writer.__exit__(None, None, None)
     assert (caught.value.code, "1 bad-row" in caught.value.message) == ("corpus-empty", True)
     assert [p.name for p in tmp_path.iterdir()] == [rejects_path(out).name]
+    assert caught.value.hint == f"see {rejects_path(out)}"
+
+
+def test_an_input_without_rows_names_no_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        CorpusWriter(tmp_path / "c.parquet").__exit__(None, None, None)
+    assert (caught.value.code, caught.value.hint) == ("corpus-empty", "the input has no rows")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c", "c.PARQUET", "c.parquet.gz"])
+def test_a_corpus_under_a_name_that_promises_something_else_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        CorpusWriter(tmp_path / "new" / name)
+    assert (caught.value.code, caught.value.exit_code) == ("corpus-format", 2)
+    assert str(caught.value.hint).endswith(".parquet")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_journal_gives_back_what_it_was_given(tmp_path: Path) -> None:
+    path = journal_path(tmp_path / "c.parquet")
+    with Journal(path, {"generate": 1}) as journal:
+        journal.append([[1, 2], [3]])
+    path.write_bytes(path.read_bytes() + b"[[4\n[[5]]\n")
+    with Journal(path, {"generate": 1}) as journal:
+        assert journal.batches == 1
+        journal.append([[]])
+        assert list(journal.read()) == [[[1, 2], [3]], [[]]]
+        with pytest.raises(ConflictError, match="another process"):
+            Journal(path, {"generate": 1})
+    with pytest.raises(ConflictError, match="seed: None there, 3 here"):
+        Journal(path, {"generate": 1, "seed": 3})
 
 
 def test_reasons_of_an_earlier_try_do_not_stay(tmp_path: Path) -> None:

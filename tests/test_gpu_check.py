@@ -44,14 +44,30 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path, capsys: pytest.Captur
     assert f"no GPU: a dry run; no kernel was compared: {REASON}" in told
 
 
-def test_a_step_that_fails_is_written_down_and_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class OutOfResources(Exception):
+    """As Triton's: derived from Exception itself."""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            EnvironmentFault("kernel-wrong-states", "4 value heads over 2 key heads"),
+            "kernel-wrong-states: 4 value heads over 2 key heads",
+        ),
+        (OutOfResources("shared memory"), "OutOfResources: shared memory"),
+    ],
+)
+def test_a_step_that_fails_is_written_down_and_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
     def fail(_: gpu_check.Machine) -> dict[str, Any]:
-        raise EnvironmentFault("kernel-wrong-states", "4 value heads over 2 key heads")
+        raise error
 
     monkeypatch.setitem(gpu_check.STEPS, "store float32", fail)
     status, document = run(tmp_path / "cpu.json", "--only", "store float32", "doctor")
     assert status == 1
-    assert document["steps"]["store float32"]["error"] == "kernel-wrong-states: 4 value heads over 2 key heads"
+    assert document["steps"]["store float32"]["error"] == told
     assert document["steps"]["doctor"]["ok"]
 
 

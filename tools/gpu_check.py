@@ -37,7 +37,6 @@ import hscache
 from hscache.build import KernelPolicy, build
 from hscache.console import say
 from hscache.doctor import diagnose
-from hscache.errors import HscacheError
 from hscache.manifest import load_manifest
 from hscache.report import verify_with_states
 from hscache.store.index import committed_shards, read_shard
@@ -184,10 +183,7 @@ def _run(step: Step, machine: Machine) -> dict[str, Any]:
     started = time.monotonic()
     try:
         result = step(machine)
-    except (
-        HscacheError,
-        RuntimeError,
-    ) as error:  # CUDA's and Triton's errors are RuntimeErrors: the next step may work
+    except Exception as error:  # CUDA's are RuntimeErrors, Triton's Exceptions of its own: the next step may work
         result = {"ok": False, "error": f"{getattr(error, 'code', type(error).__name__)}: {error}"}
     return {**result, "seconds": round(time.monotonic() - started, 1)}
 

@@ -4,25 +4,42 @@ Token ids are kept as they were generated: decoding and tokenizing again would g
 hundred. Prompts are taken in windows, sorted by length, decoded in left-padded batches, and written in the order of the
 input. In float32 on CPU a batch's greedy text is the teacher-forced argmax token for token; in bf16 a few tokens in a
 hundred differ, since batch and single forward round differently.
+
+Batches and their seeds follow from the prompts alone, and each batch that is done is kept beside the corpus to come: a
+run that was stopped, or killed, goes on with the next batch and ends with the same corpus.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hscache.console import Progress, say
-from hscache.corpus.masks import load_tokenizer, read_rows, require_template, row_id
-from hscache.corpus.writer import CorpusReport, CorpusWriter
+from hscache.console import Interrupted, Progress, say, stop_on_signal
+from hscache.corpus.masks import (
+    RowFault,
+    encode_chat,
+    file_names,
+    is_messages,
+    load_tokenizer,
+    read_rows,
+    row_id,
+    text_messages,
+)
+from hscache.corpus.writer import CorpusReport, CorpusWriter, Journal, journal_path
 from hscache.errors import EnvironmentFault
+from hscache.store.durable import disk_errors
+from hscache.target.facts import file_digests
 
 REASONS: dict[str, str] = {
     "bad-json": "the line is not a JSON object",
-    "bad-row": "the row has no prompt, messages or turns",
+    "bad-row": "the row has no prompt, messages or turns, or they are not text or messages",
+    "empty-prompt": "the prompt has no tokens",
+    "template-refused": "the chat template raises an error on this row",
     "empty-completion": "the target wrote nothing but an end token",
     "too-long": "prompt and completion do not fit into the target's positions",
 }
@@ -30,6 +47,12 @@ REASONS: dict[str, str] = {
 _WINDOW_BATCHES = 16
 _FULL_BATCH_TOKENS = 256
 """Longest prompt with which a batch takes all of ``batch_size``."""
+_OTHER_SETTINGS = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens", "do_sample", "use_cache",
+    "cache_implementation", "output_attentions", "output_hidden_states", "return_dict_in_generate",
+    "transformers_version", "_from_model_config",
+}  # fmt: skip
+"""Fields of a generation config that do not say how the next token is chosen, or that ``generate`` keeps."""
 Reject = Callable[[str, int, str, str], None]
 
 
@@ -41,7 +64,7 @@ class Sampling:
         max_new_tokens: Tokens of a completion at most.
         temperature: 0 for greedy.
         top_p: Nucleus when sampling.
-        seed: Seed of the sampling, per batch.
+        seed: Seed of the sampling, per batch; 0 to 2**32 - 1.
     """
 
     max_new_tokens: int = 256
@@ -81,12 +104,12 @@ def generate_corpus(
     dtype: str = "bfloat16",
     device: str | None = None,
 ) -> CorpusReport:
-    """Let the target complete prompts and write the corpus.
+    """Let the target complete prompts and write the corpus, or finish one that was begun.
 
     Args:
         prompts: JSONL(.gz) or parquet files with ``prompt`` (text or messages), ``messages`` or ``turns`` (the first).
         target: Checkpoint directory.
-        out: Parquet corpus to write.
+        out: Parquet corpus to write; until it is whole, what is done lies beside it, in ``*.batches.jsonl``.
         sampling: How tokens are chosen.
         raw: Continue texts as they are, without the chat template.
         batch_size: Prompts decoded together.
@@ -95,30 +118,115 @@ def generate_corpus(
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
     Raises:
-        InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``.
-        ConflictError: ``corpus-exists``.
-        EnvironmentFault: ``target-missing``.
+        InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``,
+            ``template-invalid``.
+        ConflictError: ``corpus-exists``, ``corpus-begun``.
+        EnvironmentFault: ``target-missing``, ``target-keys``, ``disk-full``, ``disk-error``.
+        Interrupted: On the first SIGINT or SIGTERM, at the next batch.
     """
+    target = target.expanduser()
     tokenizer = load_tokenizer(target)
-    with CorpusWriter(out) as writer:
-        ready = list(read_prompts(prompts, tokenizer, writer.reject, raw=raw, limit=limit))
-        say(f"{len(ready)} prompts, {sum(len(p.ids) for p in ready):,} tokens; loading {target.name} ({dtype})")
-        decoder = _Decoder(target, tokenizer, sampling, dtype, device)
-        progress = Progress("generate", len(ready), "prompts")
-        window_size = batch_size * _WINDOW_BATCHES
-        for first in range(0, len(ready), window_size):
-            window = ready[first : first + window_size]
-            for prompt, completion in zip(window, decoder.complete(window, batch_size, progress), strict=True):
-                _write(writer, prompt, completion, decoder)
-        progress.close()
+    with disk_errors(out), stop_on_signal() as stop, CorpusWriter(out) as writer:
+        rows = read_prompts(prompts, tokenizer, writer.reject, raw=raw, limit=limit)
+        ready = _fitting(rows, target, sampling, writer.reject, stop)
+        if not ready:
+            return writer.report
+        settings = _settings(ready, target, sampling, batch_size, dtype, device)
+        with Journal(journal_path(out), settings) as journal:
+            n_tokens = sum(len(prompt.ids) for prompt in ready)
+            say(f"{len(ready)} prompts, {n_tokens:,} tokens; loading {target.name} ({dtype})")
+            decoder = _Decoder(target, tokenizer, sampling, dtype, device)
+            batches = list(_batches([len(prompt.ids) for prompt in ready], batch_size))
+            _complete(decoder, ready, batches, journal, stop)
+            for i, completion in _in_order(batches, journal.read()):
+                _write(writer, ready[i], completion, decoder.eos_ids)
+            if not writer.report.samples:  # nothing that another try with other settings could go on from
+                journal.remove()
+    journal_path(out).unlink(missing_ok=True)
     return writer.report
 
 
-def _write(writer: CorpusWriter, prompt: Prompt, completion: list[int] | None, decoder: _Decoder) -> None:
-    if completion is None:
-        detail = f"{len(prompt.ids)} prompt tokens, {decoder.max_positions} positions"
-        writer.reject(prompt.source, prompt.row, "too-long", detail)
-    elif not completion or completion[0] in decoder.eos_ids:
+def _fitting(
+    prompts: Iterable[Prompt], target: Path, sampling: Sampling, reject: Reject, stop: list[int]
+) -> list[Prompt]:
+    """Return the prompts whose completions fit into the target's positions."""
+    positions = _max_positions(target)
+    ready = []
+    for prompt in prompts:
+        if stop:
+            raise Interrupted(stop[0])
+        if len(prompt.ids) <= positions - sampling.max_new_tokens:
+            ready.append(prompt)
+        else:
+            detail = f"{len(prompt.ids)} prompt tokens, {positions} positions"
+            reject(prompt.source, prompt.row, "too-long", detail)
+    return ready
+
+
+def _max_positions(target: Path) -> int:
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(target)).get_text_config()
+    except (OSError, ValueError) as error:
+        raise EnvironmentFault("target-missing", f"{target}: transformers cannot load it: {error}") from error
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+
+
+def _settings(
+    ready: list[Prompt], target: Path, sampling: Sampling, batch_size: int, dtype: str, device: str | None
+) -> dict[str, Any]:
+    """Return what decides the completions, as a journal begins with it."""
+    from hscache.device import pick_device
+
+    prompts = hashlib.sha256()
+    for prompt in ready:
+        prompts.update(json.dumps(list(asdict(prompt).values())).encode())
+    digests = file_digests(target, fast=True)  # sha256 of the weights would cost minutes at each start
+    config = target / "generation_config.json"
+    if config.is_file():
+        digests["generation"] = {config.name: hashlib.sha256(config.read_bytes()).hexdigest()}
+    return {
+        "generate": 1,
+        "prompts": f"{len(ready)} of digest {prompts.hexdigest()[:16]}",
+        **asdict(sampling),
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": pick_device(device).type,
+        **{name: digest for files in digests.values() for name, digest in files.items()},
+    }
+
+
+def _complete(
+    decoder: _Decoder, ready: list[Prompt], batches: list[list[int]], journal: Journal, stop: list[int]
+) -> None:
+    """Decode the batches that the journal does not have."""
+    todo = range(journal.batches, len(batches))
+    n_todo = sum(len(batches[k]) for k in todo)
+    if n_todo < len(ready):
+        say(f"{len(ready) - n_todo} of them were completed before")
+    progress = Progress("generate", n_todo, "prompts")
+    for k in todo:
+        if stop:
+            raise Interrupted(stop[0])
+        journal.append(decoder.decode(k, [ready[i].ids for i in batches[k]]))
+        progress.advance(len(batches[k]))
+    progress.close()
+
+
+def _in_order(batches: list[list[int]], results: Iterable[list[list[int]]]) -> Iterator[tuple[int, list[int]]]:
+    """Yield number and completion of each prompt in the order of the input, holding back what comes too early."""
+    early: dict[int, list[int]] = {}
+    following = 0
+    for batch, completions in zip(batches, results, strict=True):
+        early.update(zip(batch, completions, strict=True))
+        while following in early:
+            yield following, early.pop(following)
+            following += 1
+
+
+def _write(writer: CorpusWriter, prompt: Prompt, completion: list[int], eos_ids: set[int]) -> None:
+    if not completion or completion[0] in eos_ids:
         writer.reject(prompt.source, prompt.row, "empty-completion", f"{prompt.sample_id}: ended at once")
     else:
         writer.add(
@@ -127,7 +235,7 @@ def _write(writer: CorpusWriter, prompt: Prompt, completion: list[int] | None, d
             [0] * len(prompt.ids) + [1] * len(completion),
             tag=prompt.tag,
             source=prompt.source,
-            finish_reason="stop" if completion[-1] in decoder.eos_ids else "length",
+            finish_reason="stop" if completion[-1] in eos_ids else "length",
         )
 
 
@@ -137,58 +245,39 @@ class _Decoder:
         import transformers
 
         from hscache.device import pick_device
+        from hscache.target.loading import load_model
 
-        transformers.utils.logging.disable_progress_bar()
-        # "falling back to its reference implementation": the build says what runs, in its own words
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        where = pick_device(device)
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                str(target.expanduser()), dtype=getattr(torch, dtype)
-            )
-        except (OSError, ValueError) as error:
-            raise EnvironmentFault("target-missing", f"{target}: transformers cannot load it: {error}") from error
-        self._model, self._device, self._sampling, self._torch = model.eval().to(where), where, sampling, torch
-        eos = model.generation_config.eos_token_id
+        model: Any = load_model(target, getattr(torch, dtype))[0].to(pick_device(device))
+        self._model, self._device, self._seed, self._torch = model, model.device, sampling.seed, torch
+        theirs = model.generation_config
+        eos = theirs.eos_token_id
         self.eos_ids: set[int] = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
         self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(self.eos_ids), 0)
-        self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
-        self._batches = 0
+        choice: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature > 0:  # top_k 0: none, else transformers takes 50
+            choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        ignored = sorted(theirs.to_diff_dict().keys() - _OTHER_SETTINGS)
+        if ignored:
+            say(f"{target.name}: tokens are chosen as asked for here; its generation config's {', '.join(ignored)} "
+                "have no effect")  # fmt: skip
+        self._choice = transformers.GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens, eos_token_id=eos, pad_token_id=self._pad_id, **choice
+        )
+        # transformers fills what this one leaves open from the model's own
+        model.generation_config = self._choice
 
-    def complete(self, prompts: list[Prompt], batch_size: int, progress: Progress) -> list[list[int] | None]:
-        """Return the completion of each prompt, its end token included; None for one that does not fit."""
-        room = self.max_positions - self._sampling.max_new_tokens
-        fitting = [i for i, prompt in enumerate(prompts) if len(prompt.ids) <= room]
-        order = sorted(fitting, key=lambda i: -len(prompts[i].ids))
-        out: list[list[int] | None] = [None] * len(prompts)
-        for batch in _batches(order, [len(prompt.ids) for prompt in prompts], batch_size):
-            for i, ids in zip(batch, self._decode([prompts[i].ids for i in batch]), strict=True):
-                out[i] = ids
-            progress.advance(len(batch))
-        progress.advance(len(prompts) - len(fitting))
-        return out
-
-    def _decode(self, prompts: list[list[int]]) -> list[list[int]]:
+    def decode(self, number: int, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the completion of each prompt of batch ``number``, its end token included."""
         from hscache.target.kernels import observe_kernels
 
-        torch, sampling = self._torch, self._sampling
+        torch = self._torch
         width = max(map(len, prompts))
         ids = torch.tensor([[self._pad_id] * (width - len(p)) + p for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
-        choice: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature > 0:
-            choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        torch.manual_seed(sampling.seed * 1_000_003 + self._batches)
-        self._batches += 1
+        torch.manual_seed(self._seed * 1_000_003 + number)
         # guarded as a build is: completions by wrong kernels would be learnt too
         with torch.inference_mode(), observe_kernels(self._model):
-            out = self._model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=sampling.max_new_tokens,
-                pad_token_id=self._pad_id,
-                **choice,
-            )
+            out = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=self._choice)
         return [self._cut(row) for row in out[:, width:].tolist()]
 
     def _cut(self, ids: list[int]) -> list[int]:
@@ -196,16 +285,20 @@ class _Decoder:
         return ids[: end + 1]
 
 
-def _batches(order: list[int], n_tokens: list[int], batch_size: int) -> Iterator[list[int]]:
-    """Cut prompts, longest first, into batches of ``batch_size``, or fewer where padding to the longest costs more.
+def _batches(n_tokens: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+    """Cut prompts of these lengths into batches, longest first within a window of several batches.
 
-    One prompt of 2,561 tokens among 64 of 100 would take 7.5 GB of keys and values on a 135M model, and minutes.
+    A batch takes ``batch_size`` prompts, or fewer where padding to the longest costs more: one prompt of 2,561 tokens
+    among 64 of 100 would take 7.5 GB of keys and values on a 135M model, and minutes.
     """
-    first = 0
-    while first < len(order):
-        most = max(1, min(batch_size, batch_size * _FULL_BATCH_TOKENS // n_tokens[order[first]]))
-        yield order[first : first + most]
-        first += most
+    for window in range(0, len(n_tokens), batch_size * _WINDOW_BATCHES):
+        numbers = range(window, min(window + batch_size * _WINDOW_BATCHES, len(n_tokens)))
+        order = sorted(numbers, key=lambda i: -n_tokens[i])
+        first = 0
+        while first < len(order):
+            most = max(1, min(batch_size, batch_size * _FULL_BATCH_TOKENS // n_tokens[order[first]]))
+            yield order[first : first + most]
+            first += most
 
 
 def read_prompts(
@@ -221,37 +314,44 @@ def read_prompts(
         limit: First N rows of each file.
 
     Raises:
-        InputError: ``corpus-missing``, ``corpus-format``, ``template-missing``.
+        InputError: ``corpus-missing``, ``corpus-format``, ``template-missing``, ``template-invalid``.
     """
+    names = file_names(paths)
     for path in paths:
         for row, value, fault in islice(read_rows(path), limit):
-            if value is None:
-                reject(str(path), row, "bad-json", fault)
+            try:
+                if value is None:
+                    raise RowFault("bad-json", fault)
+                ids = _prompt_ids(tokenizer, value, raw=raw)
+            except RowFault as error:
+                reject(str(path), row, error.reason, error.detail)
                 continue
-            messages = _messages(value)
-            if messages is None:
-                reject(str(path), row, "bad-row", f"found {', '.join(value)}; expected prompt, messages or turns")
-                continue
-            if raw and isinstance(messages, str):
-                ids = tokenizer(messages)["input_ids"]
-            else:
-                require_template(tokenizer)
-                chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-                text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             tag = None if value.get("tag") is None else str(value["tag"])
-            yield Prompt(path.name, row, row_id(value, path, row), list(ids), tag)
+            yield Prompt(path.name, row, row_id(value, names[path], row), ids, tag)
 
 
-def _messages(value: Mapping[str, Any]) -> str | list[dict[str, Any]] | None:
-    """Return a row's prompt as text or messages that end with the user's turn, or None."""
-    if isinstance(value.get("prompt"), str | list) and value["prompt"]:
-        return value["prompt"]  # type: ignore[no-any-return]
-    if isinstance(value.get("messages"), list) and value["messages"]:
-        messages = list(value["messages"])
-        while messages and messages[-1].get("role") == "assistant":
-            messages.pop()
-        return messages or None
-    if isinstance(value.get("turns"), list) and value["turns"]:
-        return str(value["turns"][0])
-    return None
+def _prompt_ids(tokenizer: Any, value: Mapping[str, Any], *, raw: bool) -> list[int]:
+    prompt = _prompt(value)
+    if raw and isinstance(prompt, str):
+        ids = list(tokenizer(prompt)["input_ids"])
+    else:
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else text_messages(tokenizer, prompt)
+        ids = encode_chat(tokenizer, chat, add_generation_prompt=True)
+    if not ids:
+        raise RowFault("empty-prompt", "the prompt has no tokens")
+    return ids
+
+
+def _prompt(value: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    """Return a row's prompt as text, or as messages that end with the user's turn."""
+    prompt, messages, turns = value.get("prompt"), value.get("messages"), value.get("turns")
+    if (isinstance(prompt, str) and prompt) or is_messages(prompt):
+        return prompt
+    if is_messages(messages):
+        turn = max((i + 1 for i, message in enumerate(messages) if message["role"] != "assistant"), default=0)
+        if turn:
+            return messages[:turn]
+    if isinstance(turns, list) and turns and isinstance(turns[0], str):
+        return turns[0]
+    found = ", ".join(f"{name} ({type(item).__name__})" for name, item in value.items())
+    raise RowFault("bad-row", f"found {found}; expected prompt (text or messages), messages or turns (texts)")

@@ -1,8 +1,14 @@
-"""Write a tokenized corpus: good rows to parquet, every other row with its reason beside it."""
+"""Write a tokenized corpus: good rows to parquet, every other row with its reason beside it.
+
+What takes hours to make is kept in a :class:`Journal` until the corpus is whole.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +20,7 @@ import pyarrow.parquet as pq
 from hscache import console
 from hscache.corpus.readers import CORPUS_SCHEMA
 from hscache.errors import ConflictError, InputError
+from hscache.store.durable import fsync_directory
 
 _ROW_GROUP_ROWS = 1024
 
@@ -64,15 +71,19 @@ class CorpusWriter:
         out: Parquet file to write.
 
     Raises:
+        InputError: ``corpus-format`` for another suffix than ``.parquet``; ``corpus-empty`` at the end.
         ConflictError: ``corpus-exists``.
     """
 
     def __init__(self, out: Path) -> None:
+        if out.suffix != ".parquet":  # a build knows a corpus by its suffix
+            hint = f"--out {out.with_suffix('.parquet')}"
+            raise InputError("corpus-format", f"{out}: a corpus is written as .parquet alone", hint=hint)
         if out.exists():
             raise ConflictError("corpus-exists", f"{out} exists", hint="remove it or choose another --out")
         out.parent.mkdir(parents=True, exist_ok=True)
         self._out, self._partial = out, out.with_name(out.name + ".partial")
-        self._writer = pq.ParquetWriter(self._partial, CORPUS_SCHEMA, compression="zstd", write_page_checksum=True)
+        self._writer: pq.ParquetWriter | None = None
         self._rows: list[dict[str, Any]] = []
         self._rejects: list[dict[str, Any]] = []
         self.report = CorpusReport(str(out))
@@ -120,8 +131,10 @@ class CorpusWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._flush()
-        self._writer.close()
+        if error is None and self.report.samples:
+            self._flush()
+        if self._writer is not None:
+            self._writer.close()
         if error is not None:
             self._partial.unlink(missing_ok=True)
             return
@@ -131,15 +144,124 @@ class CorpusWriter:
         else:
             rejects.unlink(missing_ok=True)
         if not self.report.samples:
-            self._partial.unlink()
             reasons = ", ".join(f"{n} {reason}" for reason, n in self.report.rejected.items()) or "no rows"
-            raise InputError("corpus-empty", f"no row gave a sample ({reasons})", hint=f"see {rejects}")
+            hint = f"see {rejects}" if self._rejects else "the input has no rows"
+            raise InputError("corpus-empty", f"no row gave a sample ({reasons})", hint=hint)
+        with open(self._partial, "rb") as file:
+            os.fsync(file.fileno())
         self._partial.rename(self._out)
+        fsync_directory(self._out.parent)
 
     def _flush(self) -> None:
         if self._rows:
+            if self._writer is None:
+                self._writer = pq.ParquetWriter(
+                    self._partial, CORPUS_SCHEMA, compression="zstd", write_page_checksum=True
+                )
             self._writer.write_table(pa.Table.from_pylist(self._rows, schema=CORPUS_SCHEMA))
             self._rows = []
+
+
+class Journal:
+    """What an unfinished ``generate`` has done: a line for each batch, on the disk before the next batch begins.
+
+    The first line says what the run was begun with. A line that was cut off by a kill, and whatever is behind it,
+    counts as not written. Use as a context manager; the file stays when the work stops, and :meth:`remove` ends it.
+
+    Args:
+        path: JSONL file; new, or left by a run with the same settings.
+        settings: What decides the completions; JSON-plain, without nesting.
+
+    Raises:
+        ConflictError: ``corpus-begun`` when the file was begun with other settings, or another process writes it.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self._path = path
+        self._file = path.open("a+b")
+        try:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConflictError("corpus-begun", f"{path}: another process writes it") from None
+            self.batches = self._open(dict(settings))
+            """Batches that are done."""
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, completions: list[list[int]]) -> None:
+        """Add a batch: the token ids of its completions."""
+        self._write(json.dumps(completions, separators=(",", ":")))
+        self.batches += 1
+
+    def read(self) -> Iterator[list[list[int]]]:
+        """Stream the batches in the order in which they were added."""
+        with open(self._path, "rb") as file:
+            next(file)
+            for line in file:
+                yield json.loads(line)
+
+    def remove(self) -> None:
+        """Remove the file: the corpus has all of it."""
+        self._path.unlink()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _open(self, settings: dict[str, Any]) -> int:
+        """Cut off a broken end, and return how many batches are left."""
+        header = json.dumps(settings, separators=(",", ":"))
+        self._file.seek(0)
+        first = self._file.readline()
+        if not first.endswith(b"\n") and f"{header}\n".encode().startswith(first):  # new, or a header that was cut off
+            self._file.truncate(0)
+            self._write(header)
+            fsync_directory(self._path.parent)
+            return 0
+        self._refuse_other(first, settings)
+        good, batches = len(first), 0
+        for line in self._file:
+            if not line.endswith(b"\n") or not _is_json(line):
+                break
+            good, batches = good + len(line), batches + 1
+        self._file.truncate(good)
+        return batches
+
+    def _refuse_other(self, first: bytes, settings: dict[str, Any]) -> None:
+        there = json.loads(first) if _is_json(first) else None
+        if not isinstance(there, dict) or "generate" not in there:
+            what = f"{self._path} is not what an unfinished hscache generate left"
+            raise ConflictError("corpus-begun", what, hint="move it away, or choose another --out")
+        names = [name for name in {**there, **settings} if there.get(name) != settings.get(name)]
+        if names:
+            differing = "; ".join(f"{name}: {there.get(name)} there, {settings.get(name)} here" for name in names)
+            raise ConflictError(
+                "corpus-begun",
+                f"{self._path}: begun with other settings: {differing}",
+                hint=f"finish it as it was begun, or remove {self._path} to begin anew",
+            )
+
+    def _write(self, text: str) -> None:
+        self._file.write(f"{text}\n".encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def journal_path(out: Path) -> Path:
+    """Return where an unfinished corpus is kept: ``corpus.batches.jsonl`` for ``corpus.parquet``."""
+    return out.with_suffix(".batches.jsonl")
 
 
 def rejects_path(out: Path | str) -> Path:

@@ -106,28 +106,10 @@ def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: t
     Raises:
         EnvironmentFault: ``target-keys``, ``target-structure``, ``target-head``, ``target-missing``.
     """
-    import transformers
-
     dtype = getattr(torch, spec.dtype)
-    # its loading bar and advice would break the progress line; what matters of it is in the report
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            str(directory),
-            dtype=dtype,
-            attn_implementation=spec.attn_implementation,
-            output_loading_info=True,
-            use_safetensors=True,  # the files whose digests say which weights these are
-            ignore_mismatched_sizes=True,  # else a bare RuntimeError that names no key; refused below
-        )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        choice = "--set target.attn_implementation=eager" if "attention implementation" in str(error) else None
-        raise EnvironmentFault(
-            "target-missing", f"{directory}: transformers cannot load it: {error}", hint=choice
-        ) from error
-    _refuse_bad_keys(directory, info, model.config.get_text_config())
-    model.eval().requires_grad_(False).to(device)
+    model: Any
+    model, info = load_model(directory, dtype, spec.attn_implementation)
+    model.to(device)
     backbone, layers, norm, head = _find_parts(model, shape)
     ids = torch.arange(1, 1 + _PROBE_TOKENS, device=device)[None]
     entered, final, logits = _probe(model, backbone, layers[0], ids)
@@ -152,6 +134,45 @@ def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: t
     return LoadedTarget(
         shape, model, backbone, layers, norm, head, relation, kind, embed_scale, device, dtype, report
     )  # fmt: skip
+
+
+def load_model(
+    directory: Path, dtype: torch.dtype, attn_implementation: str | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a checkpoint whole: no weight is missing, of another shape or left over.
+
+    Args:
+        directory: Local checkpoint.
+        dtype: Precision.
+        attn_implementation: As transformers names it; None for its own choice.
+
+    Returns:
+        The causal language model in eval mode, without gradients, on the CPU; and transformers' loading info.
+
+    Raises:
+        EnvironmentFault: ``target-keys``, ``target-missing``.
+    """
+    import transformers
+
+    # its loading bar and advice would break the progress line; what matters of it is in the report
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            output_loading_info=True,
+            use_safetensors=True,  # the files whose digests say which weights these are
+            ignore_mismatched_sizes=True,  # else a bare RuntimeError that names no key; refused below
+        )
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        choice = "--set target.attn_implementation=eager" if "attention implementation" in str(error) else None
+        raise EnvironmentFault(
+            "target-missing", f"{directory}: transformers cannot load it: {error}", hint=choice
+        ) from error
+    _refuse_bad_keys(directory, info, model.config.get_text_config())
+    return model.eval().requires_grad_(False), info
 
 
 def _refuse_bad_keys(directory: Path, info: dict[str, Any], config: Any) -> None:
