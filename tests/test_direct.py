@@ -309,19 +309,25 @@ def test_short_reads_of_the_kernel_lose_nothing(monkeypatch: pytest.MonkeyPatch,
             assert same_bits(read(opened(directory, spec), 1, 19, crc=crc), states[1:19])
 
 
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by what each call of preadv gives from now on."""
+    real, got = os.preadv, []
+
+    def preadv(fd: int, parts: Any, offset: int) -> int:
+        got.append(real(fd, parts, offset))
+        return got[-1]
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return got
+
+
 @pytest.mark.parametrize("chunk", [64, 8])
 @pytest.mark.parametrize("crc", [False, True])
 def test_the_calls_of_a_range_grow(monkeypatch: pytest.MonkeyPatch, chunk: int, crc: bool) -> None:
     spec = states_spec(3, chunk, hidden=4096)  # chunks larger and smaller than a batch
-    states, real, got = random_states(256, spec), os.preadv, []
+    states = random_states(256, spec)
     with written(spec, states, "raw") as directory:
-        file = opened(directory, spec)
-
-        def preadv(fd: int, parts: Any, offset: int) -> int:
-            got.append(real(fd, parts, offset))
-            return got[-1]
-
-        monkeypatch.setattr(os, "preadv", preadv)
+        file, got = opened(directory, spec), bytes_read(monkeypatch)
         assert same_bits(read(file, 0, 256, crc=crc), states)
     assert sum(got) >= states.nbytes
     # a checked batch holds whole chunks
@@ -332,15 +338,9 @@ def test_the_calls_of_a_range_grow(monkeypatch: pytest.MonkeyPatch, chunk: int, 
 
 def test_a_wide_subset_of_taps_leaves_out_the_bytes_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = states_spec(5, 4, hidden=4096)
-    states, real, got = random_states(11, spec), os.preadv, []
+    states = random_states(11, spec)
     with written(spec, states, "raw") as directory:
-        file = opened(directory, spec)
-
-        def preadv(fd: int, parts: Any, offset: int) -> int:
-            got.append(real(fd, parts, offset))
-            return got[-1]
-
-        monkeypatch.setattr(os, "preadv", preadv)
+        file, got = opened(directory, spec), bytes_read(monkeypatch)
         for columns in ([2], [1, 3], [0, 1], [4, 1]):
             got.clear()
             rows = read(file, 1, 10, columns, crc=False)
