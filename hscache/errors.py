@@ -53,6 +53,7 @@ CODES: dict[str, str] = {
     "target-keys": "the checkpoint lacks weights that the model needs",
     "target-structure": "backbone, decoder layers or head cannot be found in the loaded model",
     "target-head": "the head does not reproduce the model's own logits from the final state",
+    "not-finite": "target or drafter computed NaN or infinities where tokens are chosen by them",
     "target-rollback": "a layer of the target cannot be put back after a rejected draft",
     "disk-error": "the file system refused an operation",
     "disk-full": "the store does not fit on the disk",

@@ -18,7 +18,7 @@ from hscache.errors import EnvironmentFault
 from hscache.store.reader import Sample
 from trainer.decode import Decoded, Draft
 from trainer.drafter import Drafter
-from trainer.evaluate import score_sample
+from trainer.evaluate import check_finite, score_sample
 from trainer.live_target import LiveTarget, Prompt
 from trainer.losses import Head
 from trainer.server import Answer, PromptFault, Server
@@ -109,8 +109,12 @@ def score_reference(
         ``ids_from``, ``stable``, and ``parts``: None where our text is the same, else ``position`` in the completion,
         the ``server``'s token and ``ours``, the target's ``top_ids`` and ``top_logits`` there and their ``gap``; None
         for what is behind an end.
+
+    Raises:
+        EnvironmentFault: ``not-finite``.
     """
     rows, ids, first = live.prefill([*prompt.ids, *reference.ids]), list(reference.ids), len(prompt.ids)
+    check_finite("the target", rows.logits, rows.states)
     if reference.stopped and live.eos_ids:
         ends = sorted(live.eos_ids)
         ids.append(ends[int(rows.logits[-1, ends].argmax())] if reference.end is None else reference.end)
