@@ -152,7 +152,8 @@ def eval_(
     checkpoints: Annotated[list[Path], typer.Argument(help="Runs, checkpoints, or released drafters.")],
     store: Annotated[list[Path], typer.Option("--store", help="Store with held-out samples; several to compare.")],
     held_out: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share held out; default: as in training; 1 scores all samples.")
+        float | None,
+        typer.Option(min=0, max=1, help="Share held out; default: what no checkpoint saw; 1 scores all samples."),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Score the first N of them.")] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the drafter.")] = "fp32",
