@@ -43,6 +43,13 @@ def test_an_export_reads_back_bit_by_bit(tmp_path: Path, layout: str, dtype: Any
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
+def test_speculators_layout_needs_the_name_of_the_target(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        export_speculators(drafters.drafter(), drafters.head(), tmp_path / "out", provenance={"target": ""})
+    assert refused.value.code == "export-unsupported"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_taps_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export_zlab(drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
     import_checkpoint(tmp_path / "out")

@@ -14,6 +14,7 @@ Shapes: T rows of context, B block size, V vocabulary, L taps, H width.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -127,7 +128,11 @@ class _Choice:
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self.greedy, self._sampling = sampling.temperature <= 0, sampling
-        self.generator = torch.Generator(device).manual_seed(sampling.seed)
+        seed = sampling.seed
+        if not -(1 << 63) <= seed < 1 << 64:  # as a prompt's may be, a multiple of the one that was asked for
+            # a digest, not a remainder: torch's generator of the CPU looks at the lower half alone
+            seed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big") >> 1
+        self.generator = torch.Generator(device).manual_seed(seed)
 
     def distribution(self, logits_nV: Tensor) -> Tensor:
         return distribution(logits_nV, self._sampling.temperature, self._sampling.top_p)
