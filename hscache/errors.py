@@ -25,6 +25,7 @@ CODES: dict[str, str] = {
     "start-other-shape": "the drafter to begin from has another shape than the manifest and the store say",
     "kernel-choice": "a kernel choice or op that does not exist, or that no package implements for this model",
     "server-url": "the address of a serving engine is none",
+    "server-key": "the key for a serving engine has characters that no header can carry",
     "server-model": "the serving engine has several models, or none, and no one was named",
     "reference-sampled": "a reference text is greedy, and sampling was asked for",
     # input
