@@ -25,6 +25,7 @@ CODES: dict[str, str] = {
     "start-other-shape": "the drafter to begin from has another shape than the manifest and the store say",
     "kernel-choice": "a kernel choice or op that does not exist, or that no package implements for this model",
     "server-url": "the address of a serving engine is none",
+    "server-key": "the key for a serving engine has characters that no header can carry",
     "server-model": "the serving engine has several models, or none, and no one was named",
     "reference-sampled": "a reference text is greedy, and sampling was asked for",
     # input
@@ -54,6 +55,7 @@ CODES: dict[str, str] = {
     "target-keys": "the checkpoint lacks weights that the model needs",
     "target-structure": "backbone, decoder layers or head cannot be found in the loaded model",
     "target-head": "the head does not reproduce the model's own logits from the final state",
+    "not-finite": "target or drafter computed NaN or infinities where tokens are chosen by them",
     "target-rollback": "a layer of the target cannot be put back after a rejected draft",
     "disk-error": "the file system refused an operation",
     "disk-full": "the store does not fit on the disk",

@@ -20,10 +20,11 @@ import torch
 
 import hscache
 from hscache.store.head import load_head
+from tests.conftest import TINY_HYBRID
 from tests.hybrid import NEW_TOKENS, PROMPTS, Hybrid
 from trainer import evaluate
 from trainer.checkpoint import load_drafter
-from trainer.data import Pack
+from trainer.data import Pack, split
 from trainer.ddtree import SIZES
 from trainer.decode import Draft, decode
 from trainer.evaluate import SampleScore, score_store, summarise
@@ -224,10 +225,42 @@ def test_the_program_says_so(
     report = tmp_path / "walks.json"
     assert main("--held-out", 1, "--samples", 2, "--json", report) == 0
     out = capsys.readouterr().out
-    assert "2 held-out samples, float32: 2 lists of acceptance lengths are equal, 0 are not" in out
+    assert out.startswith("2 samples, float32: 2 lists of acceptance lengths are equal, 0 are not")
     assert [entry["same"] for entry in json.loads(report.read_text())] == [True, True]
     assert "no sample held out" in str(main("--held-out", 0))
     monkeypatch.setattr(
         compare_walks, "open_target", lambda path, taps, **how: open_target(path, [t - 1 for t in taps], **how)
     )
     assert main("--held-out", 1, "--samples", 1) == 1
+
+
+def test_another_text_is_bad_whatever_its_lists(
+    hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def altered(target: LiveTarget, *args: Any) -> Any:
+        out = decode(target, *args)
+        out.ids[5] = out.top_ids[5][1]
+        return out
+
+    words = ["compare_walks.py", hybrid.store, hybrid.run, "--target", hybrid.target, "--held-out", 1, "--samples", 1]
+    monkeypatch.setattr(sys, "argv", [*map(str, words)])
+    monkeypatch.setattr(compare_walks, "decode", altered)
+    with pytest.raises(SystemExit) as stop:
+        compare_walks.main()
+    assert stop.value.code == 1
+    assert "1 lists of acceptance lengths are equal, 0 are not; 1 live texts are not" in capsys.readouterr().out
+
+
+def test_compared_is_what_the_run_held_out(
+    scored: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, run = scored
+    words = ["compare_walks.py", store, run, "--target", TINY_HYBRID]
+    monkeypatch.setattr(sys, "argv", [*map(str, words)])
+    with pytest.raises(SystemExit):
+        compare_walks.main()
+    opened = hscache.open(store)
+    said = capsys.readouterr().err.splitlines()
+    held = [opened.sample_ids[i] for i in split(opened, 0.15)[1]]
+    assert len(said) == len(held)
+    assert all(line.startswith(f"{name}: ") for line, name in zip(said, held, strict=True))

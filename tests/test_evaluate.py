@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 import hscache
+from hscache.errors import HscacheError
 from hscache.store.head import TargetHead
 from hscache.store.reader import Sample
 from tests.stores import Little
@@ -324,3 +326,13 @@ def test_a_walk_over_turns_given_by_hand() -> None:
     assert found["tau"] == 8 / 4
     assert found["histogram"] == [1, 2, 1, 0]
     assert found["full_block"] == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("trees", [(), (4,)])
+def test_a_drafter_that_computes_no_numbers_is_refused(drafter: Drafter, trees: tuple[int, ...]) -> None:
+    """Of NaN the most likely token is 0: a figure would be that token's frequency."""
+    broken = copy.deepcopy(drafter)
+    broken.norm.weight.data[0] = torch.nan
+    with pytest.raises(HscacheError) as refused:
+        score_sample(broken, HEAD, sample(30, [(5, 30)], 0), trees=trees)
+    assert (refused.value.code, refused.value.exit_code) == ("not-finite", 3)

@@ -43,6 +43,13 @@ def test_an_export_reads_back_bit_by_bit(tmp_path: Path, layout: str, dtype: Any
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
+def test_speculators_layout_needs_the_name_of_the_target(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        export_speculators(drafters.drafter(), drafters.head(), tmp_path / "out", provenance={"target": ""})
+    assert refused.value.code == "export-unsupported"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_taps_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export_zlab(drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
     import_checkpoint(tmp_path / "out")
@@ -286,13 +293,51 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         lambda c: [c.update(input_embedding_scale=8), c["dflash_config"].update(input_embedding_scale=4)],
     ),
     "heads do not share evenly": ("zlab", lambda c: c.update(num_key_value_heads=3)),
+    "no heads for keys": ("zlab", lambda c: c.update(num_key_value_heads=0)),
+    "heads of less than nothing": ("zlab", lambda c: c.update(head_dim=-2)),
+    "layers of nothing": ("zlab", lambda c: c.update(intermediate_size=0)),
+    "heads beyond all bounds": ("zlab", lambda c: c.update(num_attention_heads=1 << 14, head_dim=1 << 14)),
+    "widths beyond all bounds": ("zlab", lambda c: c.update(intermediate_size=10**30)),
+    "an epsilon of no number": ("zlab", lambda c: c.update(rms_norm_eps=float("nan"))),
+    "an epsilon below nothing": ("zlab", lambda c: c.update(rms_norm_eps=-1e-6)),
+    "a theta of nothing": ("zlab", lambda c: theta(c, 0)),
+    "a theta of no number": ("zlab", lambda c: theta(c, float("nan"))),
+    "a theta beyond all numbers": ("zlab", lambda c: theta(c, 10**400)),
+    "a theta in words": ("zlab", lambda c: theta(c, "1e4")),
+    "a window behind itself": ("zlab", lambda c: c.update(sliding_window=-4)),
+    "a window of nothing": ("zlab", lambda c: c.update(sliding_window=0)),
+    "no positions": ("zlab", lambda c: c.update(max_position_embeddings=0)),
+    "a block beyond all bounds": ("speculators", lambda c: c.update(block_size=10**9)),
+    "taps of truth": ("zlab", lambda c: c["dflash_config"].update(target_layer_ids=[False, True, 2])),
+    "logits times a list": ("zlab", lambda c: c["dflash_config"].update(output_multiplier=[2])),
+    "a cap in words": ("zlab", lambda c: c["dflash_config"].update(final_logit_softcapping="30")),
+    "a dtype that torch has not": ("zlab", lambda c: c.update(dtype="float7")),
+    "the layers' dtype": ("speculators", lambda c: c["transformer_layer_config"].update(dtype="float7")),
+    "labels that are a number": ("zlab", lambda c: c.update(id2label=3)),
+    "speculators_config is a word": ("speculators", lambda c: c.update(speculators_config="x")),
+    "speculators_config is a list": ("speculators", lambda c: c.update(speculators_config=[1])),
+    "the verifier is a word": ("speculators", lambda c: c["speculators_config"].update(verifier="x")),
+    "the verifier's name is a number": (
+        "speculators",
+        lambda c: c["speculators_config"]["verifier"].update(name_or_path=3),
+    ),
 }
+
+
+def theta(config: dict[str, Any], value: object) -> None:
+    config.update(rope_theta=value, rope_parameters={"rope_theta": value, "rope_type": "default"})
 
 
 @pytest.mark.parametrize("how", WRONG)
 def test_a_config_that_lacks_a_value_or_says_two_things_is_refused(change: Callable[..., Path], how: str) -> None:
     layout, config = WRONG[how]
     assert code_of(change(layout, "mixed", config), drafters.head()) == "drafter-config"
+
+
+@pytest.mark.parametrize("said", [None, {}, {"verifier": None}, {"verifier": {}}])
+def test_a_config_need_not_name_the_target(change: Callable[..., Path], said: object) -> None:
+    path = change("speculators", "mixed", lambda c: c.update(speculators_config=said))
+    assert import_checkpoint(path, drafters.head())[1].verifier is None
 
 
 def test_speculators_needs_the_target_to_know_its_layers(change: Callable[..., Path]) -> None:

@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "causal full layers beside sliding ones": ("drafter-unsupported", {"config": lambda c: c.update(is_causal=True)}),
     "another target": ("drafter-other-target", {"config": lambda c: c.update(num_target_layers=5)}),
     "a tap that the store lacks": ("taps-invalid", {"taps": (0, 1)}),
-    "what no manifest may say": ("manifest-value", {"config": lambda c: c.update(rms_norm_eps=0.0)}),
+    "what no manifest may say": ("drafter-config", {"config": lambda c: c.update(rms_norm_eps=0.0)}),
 }  # fmt: skip
 
 

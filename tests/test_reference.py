@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -204,6 +205,11 @@ def refuse(prompt: tuple[int, ...], **changes: Any) -> Callable[[dict[str, Any],
         ("other-tokens", "['a'], expected", {"choice": {"token_ids": ["a", 5]}}),
         ("other-tokens", "5000 tokens, room for 4087", {"choice": {"token_ids": [5] * 5000}}),
         ("unfinished", "'abort'", {"choice": {"finish_reason": "abort"}}),
+        ("too-many-tokens", "50 tokens, asked for 8", {"choice": {"token_ids": [5] * 50, "finish_reason": "length"}}),
+        ("too-many-tokens", "9 tokens, asked for 8", {"choice": {"token_ids": [*[5] * 8, 0]}}),
+        ("too-many-tokens", "asked for 8", {"choice": {"token_ids": None, "text": "one two three\n" * 9}}),
+        ("no-text", r"half a character in 'a\ud800'", {"choice": {"token_ids": None, "text": "a\ud800"}}),
+        ("no-text", r"\udfff", {"choice": {"text": "\udfff"}}),
     ],
 )
 def test_a_prompt_without_a_reference_is_recorded(
@@ -218,6 +224,27 @@ def test_a_prompt_without_a_reference_is_recorded(
     assert [reference is not None for reference in found] == [False, True, True]
     assert [(fault["id"], fault["reason"]) for fault in rejected] == [("add", reason)]
     assert detail in rejected[0]["detail"]
+    assert rejected[0]["detail"].encode()
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_an_end_token_that_only_the_server_knows_is_the_end(
+    hybrid: Hybrid, target: LiveTarget, special: bool, stopped: bool
+) -> None:
+    """With the target's own likeliest end behind it, the walk would have a token that nobody wrote."""
+    tokenizer, text, ids = load_tokenizer(hybrid.target), "        return filepath", [265, 332, 482, 730]
+    end = next(token for token in tokenizer.all_special_ids if token) if special else 77
+    told = read(Answer(text, [*ids, end], 5, stopped), target, tokenizer, [2, 318, 3])
+    if not stopped:
+        assert (told.ids, told.end) == ([*ids, end], None)
+        return
+    assert (told.ids, told.end, told.stopped, told.stable) == (ids, end, True, True)
+    kept_back = read(Answer(text, [*ids, end], 6, stopped), target, tokenizer, [2, 318, 3])
+    assert (kept_back.ids, kept_back.end) == ([*ids, end], None)
+    prompt, drafter = Prompt("f", 0, "a", [2, 318, 3], None), random_drafter(target)
+    draft, ours = Draft(drafter, head_of(target), target.device), decode(target, prompt.ids, Sampling(8))
+    assert score_reference(target, drafter, draft, prompt, told, ours)["ids"] == [*ids, end]
 
 
 def test_figures_are_over_the_prompts_that_have_a_reference(hstrain: Any, engine: Engine, at: list[object]) -> None:
@@ -311,6 +338,7 @@ def says(status: int, body: bytes) -> Callable[[dict[str, Any], dict[str, Any]],
             says(400, b"text"),
         ),
         ("server-answer", "v1/models", lambda asked, given: {"data": "x"}),
+        ("server-answer", "v1/models", lambda asked, given: {"data": [{"id": "\ud800"}]}),
         ("server-refused", "v1/models: HTTP 404", lambda asked, given: (404, b"")),
     ],
 )
@@ -378,6 +406,18 @@ def test_a_key_goes_along_but_not_to_where_a_redirect_points(engine: Engine, mon
             assert "secret" not in failed.value.message
     assert [headers["Authorization"] for _, headers, _ in engine.seen] == ["Bearer secret"] * 3
     assert elsewhere.seen == []
+
+
+@pytest.mark.parametrize("key", ["sec\nret", "sec ret", "s\u00e9cret", "sec\u20acret", "sec\x00ret"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {"OPENAI_API_KEY": key})
+    with serve(engine) as url, pytest.raises(HscacheError) as refused:
+        Server(url)
+    assert (refused.value.code, refused.value.exit_code) == ("server-key", 2)
+    assert "ret" not in refused.value.message
+    assert engine.seen == []
 
 
 @pytest.mark.parametrize("models", [(), ("one", "two")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def row(run: Path, little: Little) -> dict[str, Any]:
 
 def figures(row: dict[str, Any]) -> dict[str, Any]:
     """Return what a row says of the drafter, without the names and the comparison with another row."""
-    names = ("checkpoint", "resolved", "store", "less_first")
+    names = ("checkpoint", "resolved", "store", "less_first", "trained_on")
     return {key: value for key, value in row.items() if key not in names}
 
 
@@ -156,6 +157,81 @@ def test_an_exported_folder_alone_needs_to_be_told_what_was_held_out(
     assert "--held-out" in str(refused.hint)
     (alone,) = evaluate([zlab], [little.path], held_out=0.3, device="cpu")["rows"]
     assert figures(alone) == figures(row)
+
+
+def again(little: Little, out: Path, share: float, start: Path | None = None) -> Path:
+    """Train for a step with another share held out, from another drafter or from none."""
+    drafter = {"taps": TAPS} | ({"start": str(start), "logit_std": 0} if start else {})
+    fit(
+        train_manifest(drafter=drafter, optim={"max_steps": 1}, data={"validation": share}),
+        little.path,
+        out,
+        device="cpu",
+    )
+    return out
+
+
+def test_what_another_checkpoint_held_out_was_held_out_by_all(
+    row: dict[str, Any], run: Path, little: Little, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In whatever order they are named, none is scored on what it was trained on."""
+    store, more = hscache.open(little.path), again(little, tmp_path / "more", 0.8)
+    assert len(split(store, 0.3)[1]) < len(split(store, 0.8)[1])
+    for order in ([more, run], [run, more]):
+        found = evaluate(order, [little.path], device="cpu")
+        assert found["held_out"] == 0.3
+        assert {r["samples"] for r in found["rows"]} == {row["samples"]}
+        assert {r["trained_on"] for r in found["rows"]} == {0}
+    print_evaluation(found)
+    assert "held-out samples" in capsys.readouterr().out
+    # one that is asked for by name is marked
+    found = evaluate([more, run], [little.path], held_out=0.8, device="cpu")
+    n = len(split(store, 0.8)[1]) - len(split(store, 0.3)[1])
+    assert [r["trained_on"] for r in found["rows"]] == [0, n]
+    print_evaluation(found)
+    out = capsys.readouterr().out
+    assert "held-out samples" not in out
+    assert f"{run}: it was trained on {n} of these samples" in out
+    assert f"{more}: " not in out
+
+
+def test_what_a_run_began_from_was_trained_too(
+    run: Path, zlab: Path, little: Little, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, tuned = hscache.open(little.path), again(little, tmp_path / "tuned", 0.8, run)
+    last = again(little, tmp_path / "last", 0.9, tuned)
+    for checkpoint in (tuned, last):
+        found = evaluate([checkpoint], [little.path], device="cpu")
+        assert (found["held_out"], found["rows"][0]["trained_on"]) == (0.3, 0)
+    n = len(split(store, 0.8)[1]) - len(split(store, 0.3)[1])
+    assert evaluate([last], [little.path], held_out=0.8, device="cpu")["rows"][0]["trained_on"] == n
+    # what cannot be known any more, or never could, is said
+    other = again(little, tmp_path / "other", 0.8, zlab)
+    shutil.move(tuned, tmp_path / "gone")
+    for checkpoint, share in ((other, 0.8), (last, 0.3)):
+        found = evaluate([checkpoint], [little.path], device="cpu")
+        assert (found["held_out"], found["rows"][0]["trained_on"]) == (share, None)
+        print_evaluation(found)
+        assert "is not known" in capsys.readouterr().out
+
+
+def test_samples_of_another_corpus_may_have_been_trained_on_or_not(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh = training_store(tmp_path / "fresh", (20, 31, 18, 44), says={"shape": SHAPE})
+    found = evaluate([run], [fresh.path], held_out=1, device="cpu")
+    assert found["rows"][0]["trained_on"] is None
+    print_evaluation(found)
+    out = capsys.readouterr().out
+    assert "held-out" not in out
+    assert "is not known" in out
+
+
+def test_every_sample_is_not_held_out(run: Path, little: Little, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluate([run], [little.path], held_out=1, device="cpu")
+    assert found["rows"][0]["trained_on"] == len(split(hscache.open(little.path), 0.3)[0])
+    print_evaluation(found)
+    assert "held-out" not in capsys.readouterr().out
 
 
 def test_stores_of_one_corpus_are_scored_on_the_same_samples(

@@ -72,6 +72,21 @@ def test_the_nucleus_is_as_small_as_can_be(seed, top_p, temperature):
         assert inside.all() or p_V[inside].min() >= p_V[~inside].max()
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 1.0, 1.7])
+def test_a_nucleus_of_nothing_is_the_most_likely_token(temperature: float) -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
+    logits[2, 7] = logits[2, 4] = 9.0  # equal: the first of them, as argmax has it
+    p_nV = distribution(logits, temperature, 0.0)
+    assert torch.equal(p_nV, torch.nn.functional.one_hot(logits.argmax(-1), 9).double())
+
+
+def test_next_to_no_temperature_is_greedy() -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3)) - 50
+    for top_p in (1.0, 0.5):
+        assert torch.equal(distribution(logits, 1e-310, top_p).argmax(-1), logits.argmax(-1))
+        assert torch.equal(distribution(logits, 1e-310, top_p).amax(-1), torch.ones(4).double())
+
+
 def test_it_is_what_transformers_samples_from():
     from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 

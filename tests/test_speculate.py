@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import re
@@ -18,7 +19,7 @@ from tests.conftest import TINY_HYBRID
 from tests.live import Oracle, head_of, live, random_drafter
 from trainer.decode import Decoded, Draft, decode
 from trainer.drafter import Drafter
-from trainer.live_target import Sampling, load_tokenizer, read_prompts
+from trainer.live_target import LiveTarget, Sampling, load_tokenizer, read_prompts
 from trainer.speculate import difference, print_speculation, speculate_prompts, summary
 
 ROWS: list[Any] = [
@@ -139,31 +140,135 @@ def decoded(ids: list[int], best: list[float], second: list[float]) -> Decoded:
     return Decoded(ids, [[token, token + 1] for token in ids], logits)
 
 
+LIMIT = 7 * 4 * 2.0**-7
+
+
 @pytest.mark.parametrize(
-    ("gap", "noise", "token", "kind"),
+    ("gap", "moved", "token", "kind"),
     [
-        (0.0, 0.0, 6, "tie"), (0.0, 0.0, 7, "unexplained"), (0.0, 0.01, 7, "noise"), (0.02, 0.01, 7, "noise"),
-        (0.5, 0.01, 6, "unexplained"), (0.5, 0.01, 7, "unexplained"),
+        (0.0, 0.0, 6, "tie"), (0.0, 0.0, 7, "noise"), (0.1, 0.1, 7, "noise"), (0.1, 0.1, 6, "noise"),
+        (0.0, LIMIT + 0.01, 6, "unexplained"), (0.1, LIMIT + 0.01, 7, "unexplained"), (0.1, 3.0, 7, "unexplained"),
     ],
 )  # fmt: skip
-def test_a_difference_is_a_tie_noise_or_a_fault(gap, noise, token, kind):
-    """A tie is one of these two tokens: 5 and 6 are the plain side's best."""
-    plain = decoded([3, 4, 5, 6], [9.0, 8.0, 7.0, 1.0], [1.0, 1.0, 7.0 - gap, 0.0])
-    drafted = decoded([3, 4, token, 1], [9.0 + noise, 8.0, 7.0, 3.0], [1.0, 1.0, 7.0 - gap, 0.0])
-    found = difference(drafted, plain)
+def test_a_difference_is_a_tie_noise_or_a_fault(gap, moved, token, kind):
+    """A tie is one of these two tokens: 5 and 6 are the plain side's best. What counts is a pass over the whole text:
+    that both sides move alike, from the first token on, excuses neither."""
+    truth, read = torch.zeros(9), []
+    truth[5], truth[6], truth[7], truth[8] = 7.0, 7.0 - gap, 7.0, 7.0 - gap
+    plain = decoded([3, 4, 5, 6], [9.0, 8.0, 7.0 + moved, 1.0], [1.0, 1.0, 7.0 - gap + moved, 0.0])
+    drafted = decoded([3, 4, token, 1], [9.0 + moved, 8.0, 7.0 + moved, 3.0], [1.0, 1.0, 7.0 - gap + moved, 0.0])
+
+    def alone(ids: list[int]) -> torch.Tensor:
+        read.append(ids)
+        return truth
+
+    found = difference(drafted, plain, alone, "bfloat16")
     assert found is not None
+    assert read == [[3, 4]]
     assert (found["position"], found["kind"]) == (2, kind)
-    assert (found["gap"], found["noise"]) == pytest.approx((gap, noise))
+    assert found["limit"] == LIMIT
     assert (found["drafted"]["token"], found["plain"]["token"]) == (token, 5)
-    assert found["plain"]["top_logits"] == [7.0, 7.0 - gap]
+    assert found["plain"]["top_logits"] == [7.0 + moved, 7.0 - gap + moved]
+
+
+def test_a_token_that_the_target_finds_less_likely_is_a_fault():
+    """Neither side's two logits are far from the truth, but one of them has not seen the truth's best token."""
+    truth = torch.zeros(9)
+    truth[5], truth[7], truth[8] = 7.0, 4.0, 1.0
+    plain, drafted = (decoded([token], [best], [best - 3]) for token, best in ((5, 7.0), (7, 4.0)))
+    truth[6] = 4.0
+    found = difference(drafted, plain, lambda ids: truth, "bfloat16")
+    assert found is not None
+    assert (found["kind"], found["noise"]) == ("unexplained", 3.0)
 
 
 def test_equal_texts_do_not_differ_and_a_shorter_one_does():
+    def alone(ids: list[int]) -> torch.Tensor:
+        raise AssertionError(ids)
+
     whole, cut = decoded([3, 4], [2.0, 2.0], [1.0, 1.0]), decoded([3], [2.0], [1.0])
-    assert difference(whole, whole) is None
-    found = difference(cut, whole)
+    assert difference(whole, whole, alone, "float32") is None
+    found = difference(cut, whole, alone, "float32")
     assert found is not None
     assert (found["position"], found["kind"]) == (1, "unexplained")
+
+
+def not_put_back(self: Any, draft: Any, rows: list[int]) -> None:
+    self._settle(max(map(len, draft.paths)) - len(rows))
+
+
+def not_cropped(self: Any, draft: Any, rows: list[int]) -> None:
+    kept = [
+        (layer, layer.keys, layer.values) for layer in self.cache.layers if getattr(layer, "keys", None) is not None
+    ]
+    right(self, draft, rows)
+    for layer, keys, values in kept:  # with a row that was rejected
+        n = self.length + len(rows) + 1
+        layer.keys, layer.values = keys[..., :n, :], values[..., :n, :]
+
+
+def one_row_too_few(self: Any, draft: Any, rows: list[int]) -> None:
+    short = {index: (hidden[:, : max(len(rows) - 1, 0)], others) for index, (hidden, others) in draft.inputs.items()}
+    if len(rows) > 1:
+        right(self, dataclasses.replace(draft, inputs=short), rows)
+        return
+    self._settle(max(map(len, draft.paths)) - len(rows))
+    for index, states in draft.linear.items():
+        for name, value in states.items():
+            setattr(self.cache.layers[index], name, value)
+
+
+right = LiveTarget._keep_path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", [not_put_back, not_cropped, one_row_too_few])
+def test_a_target_that_is_put_back_wrongly_is_found(drafter_and_head, prompts, monkeypatch, fault, dtype):
+    monkeypatch.setattr(LiveTarget, "_keep_path", fault)
+    report = run(drafter_and_head, prompts, Sampling(max_new_tokens=24), dtype=dtype)
+    lossless = report["lossless"]
+    assert lossless["equal"] < lossless["compared"]
+    assert lossless["unexplained"] > 0
+    if dtype == "float32":
+        assert lossless["unexplained"] == lossless["compared"] - lossless["equal"]
+
+
+def test_bf16_parts_only_where_it_rounds(drafter_and_head, prompts):
+    report = run(drafter_and_head, prompts, Sampling(max_new_tokens=24), dtype="bfloat16")
+    assert report["lossless"]["unexplained"] == 0
+
+
+@pytest.mark.parametrize("what", ["logits", "states"])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.8}, {"tree_size": 4}, {"from_row": 20}, {"plain": False}])
+def test_a_target_that_computes_no_numbers_is_refused(drafter_and_head, prompts, monkeypatch, what, how):
+    """The most likely of NaN is token 0 on both sides: a near-perfect drafter, and a text that is equal."""
+    how, first = dict(how), how.get("from_row", 0)
+    forward = LiveTarget._forward
+
+    def poisoned(self: Any, ids: torch.Tensor, parents: Any = None) -> Any:
+        final, states = forward(self, ids, parents)
+        if self.length >= first:
+            final, states = (final * torch.nan, states) if what == "logits" else (final, states * torch.inf)
+        return final, states
+
+    monkeypatch.setattr(LiveTarget, "_forward", poisoned)
+    how.pop("from_row", None)
+    sampling = Sampling(max_new_tokens=24, temperature=how.pop("temperature", 0.0))
+    with pytest.raises(HscacheError) as refused:
+        run(drafter_and_head, prompts, sampling, limit=1, **how)
+    assert (refused.value.code, refused.value.exit_code) == ("not-finite", 3)
+    assert refused.value.message.startswith("the target")
+
+
+@pytest.mark.parametrize("how", [{}, {"tree_size": 4}, {"temperature": 0.8}])
+def test_a_drafter_that_computes_no_numbers_is_refused(drafter_and_head, prompts, how):
+    drafter, head = copy.deepcopy(drafter_and_head[0]), drafter_and_head[1]
+    drafter.norm.weight.data[0] = torch.nan
+    sampling = Sampling(max_new_tokens=8, temperature=how.get("temperature", 0.0))
+    with pytest.raises(HscacheError) as refused:
+        run((drafter, head), prompts, sampling, limit=1, tree_size=how.get("tree_size"))
+    assert refused.value.code == "not-finite"
+    assert refused.value.message.startswith("the drafter")
 
 
 def test_differences_are_counted_by_kind():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -66,6 +67,9 @@ def test_help_loads_nothing_heavy() -> None:
         ["no-such-command"],
         ["speculate"],
         ["speculate", "run", "--store", "s", "--target", "t", "--prompts", "p", "--temperature", "-1"],
+        ["speculate", "run", "--store", "s", "--target", "t", "--prompts", "p", "--temperature", "nan"],
+        ["speculate", "run", "--store", "s", "--target", "t", "--prompts", "p", "--temperature", "inf"],
+        ["speculate", "run", "--store", "s", "--target", "t", "--prompts", "p", "--top-p", "nan"],
         ["export", "run", "--store", "s", "--out", "o", "--format", "gguf"],
         ["export", "run", "--store", "s"],
         ["doctor", "run"],
@@ -179,6 +183,58 @@ def test_speculate_with_a_tree_by_chance(hstrain: Any, at: list[object]) -> None
         assert (report["tree_size"], report["sampling"]["top_p"], report["lossless"]["compared"]) == (3, 0.9, 0)
         texts.append(report["prompts"][0]["ids"])
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_any_seed_is_one(hstrain: Any, at: list[object]) -> None:
+    """Each prompt's is a multiple of it, which torch's 64 bits need not hold."""
+    chance = ("--limit", 2, "--max-new-tokens", 8, "--temperature", 0.9)
+    texts = []
+    for seed in (1 << 62, 1 << 62, -(1 << 62), (1 << 62) + 1):
+        answer = hstrain("speculate", *at, *chance, "--seed", seed, "--json")
+        assert answer.status == 0
+        texts.append([entry["ids"] for entry in answer.json["prompts"]])
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[3] not in texts[:3]
+
+
+def test_an_empty_nucleus_is_greedy(hstrain: Any, at: list[object]) -> None:
+    short = ("--limit", 2, "--max-new-tokens", 8, "--json")
+    greedy, none = (hstrain("speculate", *at, *short, *how) for how in ((), ("--temperature", 1, "--top-p", 0)))
+    assert none.status == 0
+    assert [e["ids"] for e in none.json["prompts"]] == [e["ids"] for e in greedy.json["prompts"]]
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+@pytest.mark.parametrize("command", ["eval", "speculate"])
+def test_a_file_that_cannot_be_written_is_told_first(
+    hstrain: Any, hybrid: Hybrid, at: list[object], tmp_path: Path, command: str, option: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder.png").mkdir()
+    words = at if command == "speculate" else [hybrid.run, "--store", hybrid.store, "--held-out", 1]
+    for path in (tmp_path / "file/x.png", tmp_path / "folder.png"):
+        answer = hstrain(command, *words, option, path)
+        assert (answer.status, answer.out, answer.code) == (3, "", "disk-error")
+        assert "samples" not in answer.err
+        assert "prompts" not in answer.err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+def test_figures_are_printed_whatever_becomes_of_the_files(
+    hstrain: Any, hybrid: Hybrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, json_too: bool
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainer.cli.write_json", full)
+    words = ["eval", hybrid.run, "--store", hybrid.store, "--held-out", 1, "--samples", 1]
+    out, plot = tmp_path / "new/eval.json", tmp_path / "other/eval.png"
+    answer = hstrain(*words, "--out", out, "--plot", plot, *(["--json"] if json_too else []))
+    assert (answer.status, answer.code) == (3, "disk-error")
+    assert answer.json["rows"] if json_too else "accuracy by slot" in answer.out
+    assert not out.exists()
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_speculate_raw_leaves_the_template_out(hstrain: Any, at: list[object]) -> None:
@@ -307,6 +363,29 @@ def test_zlab_in_float32_is_what_a_later_export_reads(hstrain: Any, hybrid: Hybr
     assert ours.keys() == theirs.keys()
     assert all(tensor.dtype == torch.float32 and torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert json.loads((first / "config.json").read_text()) == json.loads((second / "config.json").read_text())
+
+
+def test_a_released_drafter_is_exported_for_its_own_target_or_the_stores(
+    hstrain: Any, hybrid: Hybrid, tmp_path: Path
+) -> None:
+    at = ("--store", hybrid.store)
+    for name, source, layout in (
+        ("zlab", hybrid.run, "zlab"), ("named", hybrid.run, "speculators"), ("again", tmp_path / "zlab", "speculators"),
+    ):  # fmt: skip
+        answer = hstrain("export", source, *at, "--out", tmp_path / name, "--format", layout)
+        assert answer.status == 0
+    config = json.loads((tmp_path / "again/config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(hybrid.target)
+    for name in ("config.json", "README.md"):
+        assert "unknown" not in (tmp_path / "again" / name).read_text()
+    said = tmp_path / "named/config.json"
+    config = json.loads(said.read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "some/target"
+    said.write_text(json.dumps(config))
+    for layout in ("zlab", "speculators"):
+        out = tmp_path / f"from-named-{layout}"
+        assert hstrain("export", tmp_path / "named", *at, "--out", out, "--format", layout).status == 0
+        assert json.loads((out / "provenance.json").read_text())["target"] == "some/target"
 
 
 def test_export_never_replaces(hstrain: Any, hybrid: Hybrid, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
         [--peer dflash]
 
 For every held-out sample whose text the target wrote greedily, the serving walk from the cache is laid beside live
-greedy decoding of the same prompt. In float32 both lists must be the same. Where lists part, it is shown which token
-parted, and the two best logits there: the target's where the text itself parted, else the drafter's on both sides.
+greedy decoding of the same prompt. In float32 both lists must be the same, and the live text must be the stored one.
+Where they part, it is shown which token parted, and the two best logits there: the target's where the text itself
+parted, else the drafter's on both sides.
 
 With ``--peer dflash`` the drafter is exported, and the DFlash authors' own package decodes the same prompts with it
 (``python tools/oracle_env.py`` installs it; its targets are those whose cache can be cropped, no hybrids). It must take
@@ -36,6 +37,7 @@ from trainer.evaluate import score_sample
 from trainer.importer import open_drafter
 from trainer.live_target import LiveTarget, Sampling, open_target
 from trainer.losses import Head
+from trainer.report import smallest_share
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def main() -> None:
     parser.add_argument("store", type=Path)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--target", required=True)
-    parser.add_argument("--held-out", type=float, default=0.1, help="share held out; 1 compares every sample")
+    parser.add_argument("--held-out", type=float, help="share; default: as in training; 1 compares every sample")
     parser.add_argument("--samples", type=int, default=None)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--peer", choices=["dflash"], default=None)
@@ -54,12 +56,13 @@ def main() -> None:
     if not found:
         sys.exit(f"{args.store}: no sample held out has one turn of two tokens or more; name another --held-out")
     lists = sum(entry["same"] for entry in found)
-    cached, live = (
-        sum(map(sum, (e[side] for e in found))) / sum(len(e[side]) for e in found) for side in ("cache", "live")
-    )
+    steps = {side: [n for entry in found for n in entry[side]] for side in ("cache", "live")}
+    # a live text that ends with its first token has no step
+    cached, live = (sum(steps[side]) / max(len(steps[side]), 1) for side in ("cache", "live"))
     other = sum(not entry["same_text"] for entry in found)
+    what = "held-out samples" if args.held_out is None else "samples"
     print(
-        f"{len(found)} held-out samples, {args.dtype}: {lists} lists of acceptance lengths are equal, "
+        f"{len(found)} {what}, {args.dtype}: {lists} lists of acceptance lengths are equal, "
         f"{len(found) - lists} are not; {other} live texts are not the stored ones; "
         f"tau {cached:.4f} from the cache, {live:.4f} live ({live / cached - 1:+.2%})"
     )
@@ -73,7 +76,7 @@ def main() -> None:
             print(f"{entry['sample_id']}: {args.peer} {entry['peer']}, live {entry['live']}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    bad = lists < len(found) or any(entry["peer"] not in (None, entry["live"]) for entry in found)
+    bad = lists < len(found) or other > 0 or any(entry["peer"] not in (None, entry["live"]) for entry in found)
     sys.exit(int(args.dtype == "float32" and bad))
 
 
@@ -101,7 +104,8 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch, opened as (live, _):
         draft = Recorded(drafter, target, live.device)
         peer = open_peer(drafter, target, live, Path(scratch) / "export") if args.peer else None
-        held = split(store, args.held_out)[1] if args.held_out < 1 else list(range(len(store)))
+        share = smallest_share([args.checkpoint]) if args.held_out is None else args.held_out
+        held = split(store, share)[1] if share < 1 else list(range(len(store)))
         for i in held[: args.samples]:
             sample = store.sample(i, taps=drafter.config.taps)
             ids, first = sample.input_ids.tolist(), int(sample.loss_mask.argmax())

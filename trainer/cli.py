@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,6 +29,12 @@ def _picture(path: Path | None) -> Path | None:
     if path is not None and path.suffix.lower() not in _PICTURES:
         raise typer.BadParameter(f"{path}: expected a name that ends with {', '.join(_PICTURES)}")
     return path
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):  # NaN lies in every range
+        raise typer.BadParameter(f"{value} is no number")
+    return value
 
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -160,7 +167,8 @@ def eval_(
     checkpoints: Annotated[list[Path], typer.Argument(help="Runs, checkpoints, or released drafters.")],
     store: Annotated[list[Path], typer.Option("--store", help="Store with held-out samples; several to compare.")],
     held_out: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share held out; default: as in training; 1 scores all samples.")
+        float | None,
+        typer.Option(min=0, max=1, help="Share held out; default: what no checkpoint saw; 1 scores all samples."),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Score the first N of them.")] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the drafter.")] = "fp32",
@@ -176,6 +184,7 @@ def eval_(
     from trainer.plot import plot_evaluation
     from trainer.report import evaluate, print_evaluation
 
+    _check_writable(out, plot)
     found = evaluate(checkpoints, store, held_out=held_out, samples=samples, precision=precision, device=device)
     _show(found, print_evaluation, plot_evaluation, plot=plot, out=out, json=json)
 
@@ -187,8 +196,8 @@ def speculate(
     prompts: Annotated[list[Path], typer.Option("--prompts", help="JSONL(.gz) or parquet; as for hscache generate.")],
     store: StoreOption,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.", callback=_finite)] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.", callback=_finite)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     tree: Annotated[int | None, typer.Option(min=1, help="Verify a draft tree of so many nodes.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are: no chat template.")] = False,
@@ -223,6 +232,7 @@ def speculate(
 
     if reference is None and reference_model is not None:
         raise typer.BadParameter("--reference-model needs --reference")
+    _check_writable(out, plot)
     head = _head(store)
     drafter, _ = open_drafter(checkpoint, head)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
@@ -276,13 +286,17 @@ def export(
     """
     from dataclasses import asdict
 
+    from hscache.store.index import read_manifest
     from trainer.export import export_speculators, export_zlab
     from trainer.importer import open_drafter
 
     head = _head(store)
     drafter, facts = open_drafter(checkpoint, head)
     provenance = facts.get("provenance", {})
-    card = {"target": provenance.get("store", {}).get("target", "unknown"), "checkpoint": facts["path"], **provenance}
+    # a released drafter may name its target; where it does not, it is that of the store whose head it fits
+    named = provenance["store"]["target"] if provenance else facts["imported"].verifier
+    target = named or read_manifest(store)["manifest"]["target"]["path"]
+    card = {"target": target, "checkpoint": facts["path"], **provenance}
     write = export_zlab if format_ == "zlab" else export_speculators
     done = write(drafter, head, out, provenance=card, dtype=dtype)
     if json:
@@ -323,15 +337,35 @@ def _show(
     out: Path | None,
     json: bool,
 ) -> None:
-    """Give figures in every form that was asked for; the file first, since a picture may fail."""
-    if out is not None:
-        write_json(found, out)
-    if json:
-        emit_json(found)
-    else:
-        text(found)
-    if plot is not None:
-        picture(found, plot)
+    """Give figures in every form that was asked for; where one fails, the others are given all the same."""
+    try:
+        if out is not None:
+            write_json(found, out)
+    finally:
+        try:
+            emit_json(found) if json else text(found)
+        finally:
+            if plot is not None:
+                picture(found, plot)
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Refuse files that cannot be written, before what shall stand in them is computed.
+
+    Raises:
+        EnvironmentFault: ``disk-full``, ``disk-error``.
+    """
+    from hscache.store.durable import disk_errors
+
+    for path in paths:
+        if path is None:
+            continue
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = not path.exists()
+            path.open("ab").close()
+            if new:
+                path.unlink()
 
 
 def _head(store: Path) -> TargetHead:

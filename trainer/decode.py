@@ -14,6 +14,7 @@ Shapes: T rows of context, B block size, V vocabulary, L taps, H width.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torch import Tensor
 from hscache.store.head import TargetHead
 from trainer.ddtree import best_first
 from trainer.drafter import Drafter, KeyValue, block_inputs
+from trainer.evaluate import check_finite
 from trainer.live_target import LiveTarget, Rows, Sampling
 from trainer.masks import Blocks
 from trainer.sampling import accept_drafted, distribution, draw
@@ -126,7 +128,11 @@ class _Choice:
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self.greedy, self._sampling = sampling.temperature <= 0, sampling
-        self.generator = torch.Generator(device).manual_seed(sampling.seed)
+        seed = sampling.seed
+        if not -(1 << 63) <= seed < 1 << 64:  # as a prompt's may be, a multiple of the one that was asked for
+            # a digest, not a remainder: torch's generator of the CPU looks at the lower half alone
+            seed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big") >> 1
+        self.generator = torch.Generator(device).manual_seed(seed)
 
     def distribution(self, logits_nV: Tensor) -> Tensor:
         return distribution(logits_nV, self._sampling.temperature, self._sampling.top_p)
@@ -154,10 +160,10 @@ def decode(
         tree_size: Nodes of a draft tree; None to verify the most likely (or the sampled) chain.
 
     Raises:
-        EnvironmentFault: ``target-rollback``.
+        EnvironmentFault: ``target-rollback``; ``not-finite`` for states or logits that are no numbers.
     """
     choice, out, started = _Choice(sampling, target.device), Decoded(), time.perf_counter()
-    rows = target.prefill(prompt)
+    rows = _sound(target.prefill(prompt))
     if draft is not None:
         draft.begin()
         draft.extend(rows.states)
@@ -167,7 +173,7 @@ def decode(
     while len(out.ids) < sampling.max_new_tokens and out.finish_reason != "stop":
         anchor, position = out.ids[-1], len(prompt) + len(out.ids) - 1
         if draft is None:
-            rows = target.append([anchor])
+            rows = _sound(target.append([anchor]))
             _emit(target, sampling, out, choice.tokens(rows.logits), rows.logits)
             continue
         if tree_size is None:
@@ -178,6 +184,17 @@ def decode(
         out.steps.append(Step(position, min(len(tokens) - 1, given), given))
     out.decode_s = time.perf_counter() - started
     return out
+
+
+def _sound(rows: Rows) -> Rows:
+    check_finite("the target", rows.logits, rows.states)
+    return rows
+
+
+def _proposed(draft: Draft, anchor: int) -> Tensor:
+    logits_kV = draft.propose(anchor)
+    check_finite("the drafter", logits_kV)
+    return logits_kV
 
 
 def _emit(target: LiveTarget, sampling: Sampling, out: Decoded, tokens: list[int], logits_nV: Tensor) -> int:
@@ -196,12 +213,12 @@ def _emit(target: LiveTarget, sampling: Sampling, out: Decoded, tokens: list[int
 def _chain_step(target: LiveTarget, draft: Draft, choice: _Choice, out: Decoded, anchor: int) -> tuple[list[int], Rows]:
     """Return the streak and the token after it, with the rows that gave them."""
     with out.timed("draft"):
-        logits_kV = draft.propose(anchor)
+        logits_kV = _proposed(draft, anchor)
         q_kV = None if choice.greedy else choice.distribution(logits_kV)
         drafted_k = logits_kV.argmax(-1) if q_kV is None else draw(q_kV, choice.generator)
         drafted = drafted_k.tolist()
     with out.timed("verify"):
-        rows = target.verify([anchor, *drafted])
+        rows = _sound(target.verify([anchor, *drafted]))
         if q_kV is None:
             wanted = choice.tokens(rows.logits)
             streak = next((i for i, (a, b) in enumerate(zip(drafted, wanted, strict=False)) if a != b), len(drafted))
@@ -221,11 +238,11 @@ def _tree_step(
     choice is the target's, and no draft can bend its distribution.
     """
     with out.timed("draft"):
-        logprobs_kV = draft.propose(anchor).log_softmax(-1)
+        logprobs_kV = _proposed(draft, anchor).log_softmax(-1)
         best = logprobs_kV.topk(min(size, logprobs_kV.shape[-1]), -1)
         tree = best_first(best.indices.cpu(), best.values.cpu(), size)
     with out.timed("verify"):
-        rows = target.verify([anchor, *tree.tokens.tolist()], [-1, *(tree.parents + 1).tolist()])
+        rows = _sound(target.verify([anchor, *tree.tokens.tolist()], [-1, *(tree.parents + 1).tolist()]))
         wanted = choice.tokens(rows.logits)
     nodes = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
     # node i is row i + 1, below the anchor's row 0

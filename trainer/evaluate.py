@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hscache.errors import IntegrityError
+from hscache.errors import EnvironmentFault, IntegrityError
 from hscache.store.reader import Sample, Store
 from trainer.anchors import anchor_candidates, random_of
 from trainer.data import PackBuilder, PackShape
@@ -88,6 +88,9 @@ def score_sample(
         sample: A whole sample with the drafter's taps, in their order; of kind ``torch``.
         backend: Attention.
         trees: Node numbers of the DDTrees to score.
+
+    Raises:
+        EnvironmentFault: ``not-finite``.
     """
     config = drafter.config
     anchors = anchor_candidates(sample.loss_mask.numpy())
@@ -133,6 +136,7 @@ def score_store(
 
     Raises:
         IntegrityError: ``store-damaged``.
+        EnvironmentFault: ``not-finite``.
     """
     buffers, scores = store.buffers(taps=len(drafter.config.taps)), []
     for i in numbers:
@@ -145,6 +149,24 @@ def score_store(
             continue
         scores.append(score_sample(drafter, head, sample, backend=backend, trees=trees))
     return scores
+
+
+def check_finite(who: str, *tensors: torch.Tensor) -> None:
+    """Refuse NaN and infinities: of NaN everyone chooses the same token, so that a draft of it would be accepted.
+
+    Args:
+        who: Computed the tensors, for the message.
+        tensors: Logits or states.
+
+    Raises:
+        EnvironmentFault: ``not-finite``.
+    """
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise EnvironmentFault(
+            "not-finite",
+            f"{who} computed NaN or infinities",
+            hint="take another precision or other kernels: hscache doctor and hscache verify --kernels tell of these",
+        )
 
 
 def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
@@ -246,6 +268,7 @@ def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, to
     best, ids, logprobs = [], [], []
     for x_RH in hidden_NKH.flatten(0, 1).split(rows):
         logits = head.logits(x_RH)
+        check_finite("the drafter", logits)
         best.append(logits.argmax(-1))
         # the softmax is only wanted where trees weigh one slot's tokens against another's
         top = (logits.log_softmax(-1) if m else logits).topk(min(m, head.vocab_size), -1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from hscache.errors import ConflictError, IntegrityError
+from hscache.errors import ConfigError, ConflictError, IntegrityError
 from hscache.store.durable import Staging, disk_errors, publish_directory, write_file
 from hscache.store.head import TargetHead
 from trainer.drafter import Drafter, DrafterConfig, block_inputs
@@ -78,7 +78,16 @@ def export_speculators(
 
     As that package does with drafters of the whole vocabulary, the target's embedding and head are left out: they are
     taken from the target that the config names, ``provenance["target"]``. Else as :func:`export_zlab`.
+
+    Raises:
+        ConfigError: ``export-unsupported`` without a name of the target, too.
     """
+    if not provenance["target"]:
+        raise ConfigError(
+            "export-unsupported",
+            f"{out}: nothing names the target, from which readers of speculators' layout take embedding and head",
+            hint="export in z-lab's layout",
+        )
     config = speculators_config(drafter.config, head, dtype, str(provenance["target"]))
     return _export("speculators", config, drafter, head, out, provenance, dtype)
 

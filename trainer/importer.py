@@ -237,9 +237,8 @@ def read_checkpoint(
         raise other_target(path, "; ".join(apart.values()))
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
-    verifier = (raw.get("speculators_config") or {}).get("verifier", {}).get("name_or_path")
     return drafter, Imported(
-        said.layout, said.config.taps, said.logits, tuple(dtypes), len(weights), verifier, tuple(notes), apart
+        said.layout, said.config.taps, said.logits, tuple(dtypes), len(weights), said.verifier, tuple(notes), apart
     )
 
 

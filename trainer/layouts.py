@@ -11,7 +11,7 @@ file), refuses by name what our drafter does not do, and refuses a key that says
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -44,6 +44,8 @@ _NESTED = {"block_size", "causal", "final_logit_softcapping", "input_embedding_s
 """Keys of ``dflash_config`` that are read, besides the neutral ones."""
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
           "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
+_LARGEST, _LARGEST_BLOCK = 1 << 24, 1 << 12
+"""Widths, counts and blocks above these are no drafter's: tensors of such shapes cannot be made, or even described."""
 _SPECULATORS = "0.9.0"
 """Whose keys are written; the package has no format version of its own."""
 
@@ -176,6 +178,7 @@ class Read:
         layout: Whose layout it is in.
         config: The drafter's shape.
         logits: How logits follow from the head: ``scale`` and ``softcap``.
+        verifier: Name of the target, where it has one.
         notes: What was read but not used, and what was filled in.
         apart: In what it is not for the target of ``head``: name of a fact -> both values, in words.
     """
@@ -183,6 +186,7 @@ class Read:
     layout: Layout
     config: DrafterConfig
     logits: dict[str, Any]
+    verifier: str | None
     notes: list[str]
     apart: dict[str, str]
 
@@ -227,7 +231,7 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
         block_size=_number(path, "block_size", places),
         mask_token_id=_number(path, "mask_token_id", places),
         rope_theta=_rope_theta(path, qwen3, filled, notes),
-        rms_norm_eps=filled.rms_norm_eps,
+        rms_norm_eps=_real(path, "rms_norm_eps", filled.rms_norm_eps),
         sliding_window=getattr(filled, "sliding_window", None),
         max_position_embeddings=filled.max_position_embeddings,
         embed_scale=_embed_scale(path, places, head, notes),
@@ -237,10 +241,14 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
     if layout == "speculators":
         _check_speculators(path, raw, config)
     scale, softcap = (_said(path, key, places) for key in ("output_multiplier", "final_logit_softcapping"))
-    logits = {"scale": 1 if scale is None else scale, "softcap": softcap or None}
+    logits = {
+        "scale": 1 if scale is None else _real(path, "output_multiplier", scale),
+        "softcap": None if softcap in (None, 0) else _real(path, "final_logit_softcapping", softcap),
+    }
     if head is None and logits != {"scale": 1, "softcap": None}:
         notes.append(f"logits {logits}: not compared with a target")
-    return Read(layout, config, logits, notes, {} if head is None else _apart(config, logits, head))
+    apart = {} if head is None else _apart(config, logits, head)
+    return Read(layout, config, logits, _verifier(path, raw), notes, apart)
 
 
 def _layout(path: Path, raw: Mapping[str, Any]) -> Layout:
@@ -268,7 +276,7 @@ def _as_transformers_reads(path: Path, qwen3: Mapping[str, Any]) -> Any:
         raise _unsupported(path, "model_type", kind, "'qwen3' or 'llama'")
     try:
         return AutoConfig.for_model(kind, **{k: v for k, v in deepcopy(dict(qwen3)).items() if k != "model_type"})
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _wrong(path, f"transformers refuses it: {error}") from error
 
 
@@ -287,10 +295,26 @@ def _number(path: Path, key: str, places: list[Mapping[str, Any]]) -> int:
     return value
 
 
+def _real(path: Path, key: str, value: object) -> float:
+    # a whole number of JSON's may be larger than any float
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise _wrong(path, f"{key} is {value!r}, expected a number above 0")
+    return float(value)
+
+
+def _verifier(path: Path, raw: Mapping[str, Any]) -> str | None:
+    said = raw.get("speculators_config") or {}
+    verifier = (said.get("verifier") or {}) if isinstance(said, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else verifier
+    if not isinstance(verifier, Mapping) or not isinstance(name, str | None):
+        raise _wrong(path, f"speculators_config is {said!r}, expected an object with the verifier's name_or_path")
+    return name
+
+
 def _taps(path: Path, layout: Layout, places: list[Mapping[str, Any]]) -> tuple[int, ...]:
     key, offset = ("target_layer_ids", 0) if layout == "zlab" else ("aux_hidden_state_layer_ids", 1)
     ids = _said(path, key, places)
-    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise _wrong(path, f"{key} is {ids!r}, expected a list of numbers; taps follow no rule that could replace it")
     taps = tuple(i - offset for i in ids)
     if taps[0] < 0 or list(taps) != sorted(set(taps)):
@@ -316,9 +340,7 @@ def _embed_scale(path: Path, places: list[Mapping[str, Any]], head: TargetHead |
                 f"embeddings by {head.embed_scale:g}, and some engines feed them so)"
             )
         return 1.0
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        raise _wrong(path, f"input_embedding_scale is {scale!r}, expected a number above 0")
-    return float(scale)
+    return _real(path, "input_embedding_scale", scale)
 
 
 def _rope_theta(path: Path, qwen3: Mapping[str, Any], filled: Any, notes: list[str]) -> float:
@@ -335,12 +357,29 @@ def _rope_theta(path: Path, qwen3: Mapping[str, Any], filled: Any, notes: list[s
         raise _wrong(path, f"rope_theta is {qwen3['rope_theta']} and {rope['rope_theta']} in two places")
     if not qwen3.keys() & {"rope_theta", "rope_parameters", "rope_scaling"}:
         notes.append(f"rope_theta = {rope['rope_theta']} (absent: transformers' default)")
-    return float(rope["rope_theta"])
+    return _real(path, "rope_theta", rope["rope_theta"])
 
 
 def _check_shape(path: Path, config: DrafterConfig) -> None:
+    numbers = {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_hidden_layers": config.num_layers,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "heads times head_dim": config.num_heads * config.head_dim,
+        "num_target_layers": config.num_target_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+        "sliding_window": 1 if config.sliding_window is None else config.sliding_window,
+    }
+    for key, value in numbers.items():
+        if not 0 < value <= _LARGEST:
+            raise _wrong(path, f"{key} is {value!r}, expected a whole number from 1 to {_LARGEST:,}")
     for what, fine in {
-        f"block_size {config.block_size}, expected 2 or more": config.block_size >= 2,
+        f"block_size {config.block_size}, expected 2 to {_LARGEST_BLOCK:,}":
+            2 <= config.block_size <= _LARGEST_BLOCK,
         f"mask_token_id {config.mask_token_id}, expected an id below vocab_size {config.vocab_size}":
             0 <= config.mask_token_id < config.vocab_size,
         f"taps {list(config.taps)} of a target with {config.num_target_layers} layers":

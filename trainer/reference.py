@@ -1,7 +1,8 @@
 """A serving engine's own text as the reference: how the drafter walks over it, and where ours first parts from it.
 
 Every text is read once by the live target, whose states give the serving walk, the same as over a store's sample. Where
-the engine ends a text but keeps the end token to itself, it is the one that the target finds most likely there.
+the engine ends a text but keeps the end token to itself, it is the one that the target finds most likely there. An end
+token that the engine gives is the end, be it one of the target's or another that the engine was told of.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hscache.errors import EnvironmentFault
 from hscache.store.reader import Sample
 from trainer.decode import Decoded, Draft
 from trainer.drafter import Drafter
-from trainer.evaluate import score_sample
+from trainer.evaluate import check_finite, score_sample
 from trainer.live_target import LiveTarget, Prompt
 from trainer.losses import Head
 from trainer.server import Answer, PromptFault, Server
@@ -67,7 +68,8 @@ def fetch_references(
     progress = Progress("reference", len(prompts), "prompts")
     for prompt in prompts:
         try:
-            references.append(_read(server.complete(prompt.ids, max_new_tokens), live, tokenizer, prompt.ids))
+            answer = server.complete(prompt.ids, max_new_tokens)
+            references.append(_read(answer, live, tokenizer, prompt.ids, max_new_tokens))
         except PromptFault as fault:
             references.append(None)
             rejected.append({"id": prompt.sample_id, "reason": fault.reason, "detail": fault.detail})
@@ -109,8 +111,12 @@ def score_reference(
         ``ids_from``, ``stable``, and ``parts``: None where our text is the same, else ``position`` in the completion,
         the ``server``'s token and ``ours``, the target's ``top_ids`` and ``top_logits`` there and their ``gap``; None
         for what is behind an end.
+
+    Raises:
+        EnvironmentFault: ``not-finite``.
     """
     rows, ids, first = live.prefill([*prompt.ids, *reference.ids]), list(reference.ids), len(prompt.ids)
+    check_finite("the target", rows.logits, rows.states)
     if reference.stopped and live.eos_ids:
         ends = sorted(live.eos_ids)
         ids.append(ends[int(rows.logits[-1, ends].argmax())] if reference.end is None else reference.end)
@@ -135,7 +141,7 @@ def score_reference(
     }
 
 
-def _read(answer: Answer, live: LiveTarget, tokenizer: Any, prompt: list[int]) -> Reference:
+def _read(answer: Answer, live: LiveTarget, tokenizer: Any, prompt: list[int], max_new_tokens: int) -> Reference:
     """Return the tokens of an answer."""
     text = tokenizer.decode(prompt, clean_up_tokenization_spaces=False) + answer.text
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -148,18 +154,31 @@ def _read(answer: Answer, live: LiveTarget, tokenizer: Any, prompt: list[int]) -
     if strange:
         raise PromptFault("other-tokens", f"{strange[:8]}, expected ids below {size}")
     n = next((i for i, token in enumerate(given) if token in live.eos_ids), len(given))
+    n -= n == len(given) and _ends_otherwise(answer, tokenizer)
     ids, end = given[:n], given[n] if n < len(given) else None
     if not ids:
         raise PromptFault("empty-completion", f"the text is {answer.text!r}")
     room = live.max_positions - len(prompt) - 1
     if n > room:
         raise PromptFault("other-tokens", f"{n} tokens, room for {room}")
+    if (written := n + (end is not None)) > max_new_tokens:
+        raise PromptFault("too-many-tokens", f"{written} tokens, asked for {max_new_tokens}")
     stopped = answer.stopped or end is not None
     counted = answer.n_tokens is None or answer.n_tokens in (n, n + stopped)
     behind = whole[len(prompt) + n :]
-    same = whole == [*prompt, *ids, *behind] and (not behind or behind[0] in live.eos_ids)
+    same = whole == [*prompt, *ids, *behind] and (not behind or behind[0] in {*live.eos_ids, end})
     stable = same and counted and "\ufffd" not in answer.text  # a text that ends inside a character
     return Reference(ids, end, stopped, "text" if answer.ids is None else "server", stable)
+
+
+def _ends_otherwise(answer: Answer, tokenizer: Any) -> bool:
+    """Tell whether the last token is an end token, though none of the target's: a special one, or not in the text."""
+    if not answer.stopped or not answer.ids or answer.n_tokens == len(answer.ids) + 1:
+        return False  # in the last case the server counts one more, which it keeps back
+    if answer.ids[-1] in tokenizer.all_special_ids:
+        return True
+    before, whole = (tokenizer.decode(i, clean_up_tokenization_spaces=False) for i in (answer.ids[:-1], answer.ids))
+    return bool(before == answer.text != whole)
 
 
 def _parts(ours: Decoded, ids: list[int]) -> dict[str, Any] | None:

@@ -21,13 +21,16 @@ def distribution(logits_nV: Tensor, temperature: float, top_p: float = 1.0) -> T
         logits_nV: [n, V].
         temperature: Above 0.
         top_p: Only the most likely tokens are kept, as few as hold this much of the mass; the token that passes the
-            mark is kept too, so there is always one.
+            mark is kept too, so there is always one, and with 0 it is the most likely.
     """
-    p_nV = (logits_nV.double() / temperature).softmax(-1)
+    logits_nV = logits_nV.double()
+    # before the division: a temperature next to 0 would make infinities of them
+    p_nV = ((logits_nV - logits_nV.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_p >= 1:
         return p_nV
     sorted_nV, order_nV = torch.sort(p_nV, dim=-1, descending=True, stable=True)
     before_nV = sorted_nV.cumsum(-1) - sorted_nV
+    before_nV[:, 0] = -1
     kept_nV = sorted_nV.masked_fill(before_nV >= top_p, 0)
     p_nV = torch.zeros_like(p_nV).scatter(-1, order_nV, kept_nV)
     return p_nV / p_nV.sum(-1, keepdim=True)

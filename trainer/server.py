@@ -21,9 +21,11 @@ from hscache.errors import ConfigError, EnvironmentFault
 
 REASONS: dict[str, str] = {
     "empty-completion": "the server wrote nothing but an end token",
+    "no-text": "the server's text is no Unicode",
     "other-prompt": "the server read other tokens than were sent",
     "other-tokens": "the server gave ids that the target's vocabulary has not, or more than its positions hold",
     "prompt-refused": "the server answered this prompt with an HTTP status that blames the request",
+    "too-many-tokens": "the server wrote more tokens than it was asked for",
     "unfinished": "the server ended the text neither at an end token nor at its length",
 }
 """Why a prompt has no reference."""
@@ -73,7 +75,8 @@ class Server:
         timeout_s: Seconds without a byte after which an answer is given up.
 
     Raises:
-        ConfigError: ``server-url``; ``server-model`` when none is named and the server has not just one.
+        ConfigError: ``server-url``; ``server-key``; ``server-model`` when none is named and the server has not just
+            one.
         EnvironmentFault: ``server-unreachable``, ``server-timeout``, ``server-refused``, ``server-answer``.
     """
 
@@ -81,12 +84,21 @@ class Server:
         self.url, self._timeout_s = url.rstrip("/").removesuffix("/v1") + "/v1", timeout_s
         if not re.fullmatch(r"https?://[!-~]+/v1", self.url):  # urllib opens files, too
             raise ConfigError("server-url", f"{url!r} is no address of a server", hint="such as http://localhost:8000")
+        self._key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not re.fullmatch("[!-~]*", self._key):  # http.client would say so, and show the key
+            raise ConfigError(
+                "server-key",
+                f"OPENAI_API_KEY, {len(self._key)} characters, has one that is no visible ASCII",
+                hint="set the one line that is the key, or unset it",
+            )
         self._opener = urllib.request.build_opener(_AsTheyCome)
         found = self._ask("models")
         entries = found.get("data")
         if not isinstance(entries, list) or not all(isinstance(e, dict) and "id" in e for e in entries):
             raise self._strange("models", found)
         names = [str(entry["id"]) for entry in entries]
+        if not all(map(is_text, names)):
+            raise self._strange("models", found)
         if model is None and len(names) != 1:
             message = f"{self.url} has {len(names)} models: {names}"
             raise ConfigError("server-model", message, hint="choose one with --reference-model")
@@ -101,7 +113,7 @@ class Server:
             max_tokens: Tokens at most.
 
         Raises:
-            PromptFault: ``prompt-refused``, ``other-prompt``, ``unfinished``.
+            PromptFault: ``prompt-refused``, ``other-prompt``, ``no-text``, ``unfinished``.
             EnvironmentFault: As the constructor.
         """
         body: dict[str, Any] = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens}
@@ -116,6 +128,8 @@ class Server:
         if read != list(prompt) or counted != len(prompt):
             detail = f"{len(prompt)} tokens were sent, the server read {counted}: {str(read)[:_SHOWN]}"
             raise PromptFault("other-prompt", detail)
+        if not is_text(choice["text"]):
+            raise PromptFault("no-text", f"half a character in {choice['text'][:_SHOWN]!r}")
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
             raise PromptFault("unfinished", f"finish_reason is {finish!r}, expected stop or length")
@@ -123,8 +137,8 @@ class Server:
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object behind a path; posts ``body`` if there is one."""
-        where, key = f"{self.url}/{path}", os.environ.get("OPENAI_API_KEY", "").strip()
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        where, headers = f"{self.url}/{path}", {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             request = urllib.request.Request(where, None if body is None else json.dumps(body).encode(), headers)
             with self._opener.open(request, timeout=self._timeout_s) as answer:
@@ -152,6 +166,11 @@ class Server:
     def _strange(self, path: str, said: object) -> EnvironmentFault:
         message = f"{self.url}/{path}: expected OpenAI's JSON, got {str(said)[:_SHOWN]!r}"
         return EnvironmentFault("server-answer", message, hint="name a server of vLLM, SGLang or llama.cpp")
+
+
+def is_text(said: str) -> bool:
+    """Tell whether a string is whole characters: JSON can name halves of them, which nothing prints or tokenizes."""
+    return not any("\ud800" <= character <= "\udfff" for character in said)
 
 
 def _ids(choice: dict[str, Any]) -> list[Any] | None:

@@ -2,8 +2,9 @@
 
 Every prompt is completed with the drafter and, greedily, without it; the two texts must be equal token for token. In
 float32 they are. In bf16 a pass over several rows rounds otherwise than one over a single row, and where the two most
-likely tokens are closer than that, the texts may part: each such place is reported with both pairs of logits, so that
-a tie can be told from a fault.
+likely tokens are closer than that, the texts may part. A run with a fault in it cannot say how large its rounding may
+be: so at each such place the target reads the common text once more, in one pass of a fresh cache, and what is further
+from that than the precision explains is a fault.
 
 With a serving engine's own texts as references, the drafter also walks over these, and where ours part from them is
 said; that they do is no fault of ours.
@@ -15,17 +16,20 @@ samples when these are the same texts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from hscache.console import Progress, facts, say
 from hscache.errors import ConfigError, ConflictError, InputError
 from hscache.store.head import TargetHead
 from trainer.decode import Decoded, Draft, decode
 from trainer.drafter import Drafter
+from trainer.evaluate import check_finite
 from trainer.live_target import (
     LiveTarget,
     Prompt,
@@ -40,7 +44,8 @@ from trainer.reference import Reference, fetch_references, first_difference, sco
 from trainer.server import Server
 
 _HEAD_ROWS = 64
-_NOISE_FACTOR = 4.0
+_ROUNDING = {"bfloat16": 4 * 2.0**-7, "float32": 1e-3}
+"""Precision -> how far logits of one text may be apart, computed in other passes: a share of the largest of them."""
 
 
 def speculate_prompts(
@@ -85,8 +90,8 @@ def speculate_prompts(
     Raises:
         ConfigError: ``taps-invalid``; ``reference-sampled`` for a reference with a temperature above 0.
         ConflictError: ``target-other``.
-        EnvironmentFault: ``kernel-fallback``, what else loading, kernels and rollback raise, and ``server-...`` as the
-            server does.
+        EnvironmentFault: ``kernel-fallback``, what else loading, kernels and rollback raise, ``not-finite``, and
+            ``server-...`` as the server does.
         InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``.
     """
     if reference is not None and sampling.temperature > 0:
@@ -113,12 +118,15 @@ def speculate_prompts(
         # the first pass of everything is slower: kernels are chosen, compiled and tuned
         for side in (draft, None)[: 2 if plain else 1]:
             decode(live, ready[0].ids, dataclasses.replace(sampling, max_new_tokens=3), side, tree_size)
-        progress, entries = Progress("speculate", len(ready), "prompts"), []
+        progress, entries, greedy = Progress("speculate", len(ready), "prompts"), [], sampling.temperature <= 0
         for place, prompt in enumerate(ready):
             seeded = dataclasses.replace(sampling, seed=sampling.seed * 1_000_003 + place)
             drafted = decode(live, prompt.ids, seeded, draft, tree_size)
             peer = decode(live, prompt.ids, seeded) if plain else None
-            entry = _entry(prompt, drafted, peer, greedy=sampling.temperature <= 0)
+            apart = None
+            if greedy and peer is not None:
+                apart = difference(drafted, peer, partial(_alone, live, prompt.ids), dtype)
+            entry = _entry(prompt, drafted, peer, apart, greedy=greedy)
             if (text := texts[place]) is not None:
                 scored = score_reference(live, drafter, draft, prompt, text, peer or drafted, tree_size)
                 entry["reference"] = {**scored, "tau": _mean(scored["accepted"])}
@@ -175,35 +183,49 @@ def check_same_target(live: LiveTarget, drafter: Drafter, head: TargetHead) -> N
             )
 
 
-def difference(drafted: Decoded, peer: Decoded) -> dict[str, Any] | None:
+def difference(
+    drafted: Decoded, peer: Decoded, alone: Callable[[list[int]], Tensor], dtype: Literal["bfloat16", "float32"]
+) -> dict[str, Any] | None:
     """Return where two greedy completions of one prompt part first, or None where they do not.
+
+    Args:
+        drafted: With a drafter.
+        peer: Without one.
+        alone: Gives the target's logits [V] after the prompt and these tokens, by a pass of their own.
+        dtype: The target's precision.
 
     Returns:
         ``position`` in the completion; of both sides the ``token``, and the two most likely tokens with their logits;
-        ``gap``, the smaller distance between those two logits; ``noise``, how far the best logit of the two sides was
-        apart at most at the tokens before, which were equal; ``kind``: ``tie`` where one side has just these two
-        tokens as its best, without a gap, ``noise`` where the gap is at most a few times a noise that was seen, else
-        ``unexplained``, which is a fault of ours.
+        ``gap``, the smaller distance between those two logits; ``noise``, how far a side is from ``alone`` at most: in
+        the logits of its two tokens, or by what its own token is less likely there than the best; ``limit``, what the
+        precision explains of it; ``kind``: ``unexplained`` where the noise is above the limit, which is a fault of
+        ours, else ``tie`` where one side has just these two tokens as its best, without a gap, else ``noise``.
     """
     at = first_difference(drafted.ids, peer.ids)
     if at is None:
         return None
     if at >= min(len(drafted.ids), len(peer.ids)):
         return {"position": at, "kind": "unexplained", "lengths": [len(drafted.ids), len(peer.ids)]}
-    noise = max(
-        (abs(a[0] - b[0]) for a, b in zip(drafted.top_logits[:at], peer.top_logits[:at], strict=True)), default=0
-    )
+    truth_V = alone(drafted.ids[:at]).cpu()
+    limit = _ROUNDING[dtype] * float(truth_V.abs().max())
+    noise = max(_off(side, at, truth_V) for side in (drafted, peer))
     gap = min(logits[at][0] - logits[at][1] for logits in (drafted.top_logits, peer.top_logits))
     pair = {drafted.ids[at], peer.ids[at]}
-    tied = any(s.top_logits[at][0] == s.top_logits[at][1] and set(s.top_ids[at]) == pair for s in (drafted, peer))
     # an equal pair of other tokens says nothing of these two
-    near = noise > 0 and gap <= _NOISE_FACTOR * noise
-    kind = "tie" if tied else "noise" if near else "unexplained"
+    tied = any(s.top_logits[at][0] == s.top_logits[at][1] and set(s.top_ids[at]) == pair for s in (drafted, peer))
+    kind = "unexplained" if noise > limit else "tie" if tied else "noise"
     sides = {
         name: {"token": side.ids[at], "top_ids": side.top_ids[at], "top_logits": side.top_logits[at]}
         for name, side in (("drafted", drafted), ("plain", peer))
     }
-    return {"position": at, "kind": kind, "gap": gap, "noise": noise, **sides}
+    return {"position": at, "kind": kind, "gap": gap, "noise": noise, "limit": limit, **sides}
+
+
+def _off(side: Decoded, at: int, truth_V: Tensor) -> float:
+    """Return how far a side's two best logits are from the truth at most, or its token from the truth's best."""
+    there = truth_V[side.top_ids[at]]
+    moved = (torch.tensor(side.top_logits[at]) - there).abs().max()
+    return float(torch.maximum(moved, truth_V.max() - truth_V[side.ids[at]]))
 
 
 def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -341,8 +363,16 @@ def _ready(
     return ready, rejected
 
 
-def _entry(prompt: Prompt, drafted: Decoded, peer: Decoded | None, *, greedy: bool) -> dict[str, Any]:
-    apart = difference(drafted, peer) if peer is not None and greedy else None
+def _alone(live: LiveTarget, prompt: list[int], ids: list[int]) -> Tensor:
+    """Return the logits [V] after a text that is read at once: nothing was drafted in it, nothing put back."""
+    logits_1V = live.prefill([*prompt, *ids]).logits
+    check_finite("the target", logits_1V)
+    return logits_1V[0]
+
+
+def _entry(
+    prompt: Prompt, drafted: Decoded, peer: Decoded | None, apart: dict[str, Any] | None, *, greedy: bool
+) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "id": prompt.sample_id,
         "tag": prompt.tag,
