@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hscache import __version__
-from hscache.console import Interrupted, emit_json, run_command, say
+from hscache.console import Interrupted, emit_json, new_figure, run_command, say
 
 if TYPE_CHECKING:
     from hscache.manifest import BuildManifest
@@ -219,6 +219,8 @@ def verify(
 
     if kernels:
         parse_kernels(kernels)  # before the whole store is read
+    if plot is not None:
+        new_figure(1, 1)
     report = run_verify(store, level)
     try:
         states = verify_with_states(

@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hscache.errors import EnvironmentFault, HscacheError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _EXIT_BUG = 70
 
@@ -189,6 +192,26 @@ class Progress:
         done = f"{self._done:,}/{self._total:,} {self._unit} ({self._done / max(self._total, 1):.0%})"
         speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         return f"{self._label}: {done}, {speed} {self._unit}/s, ETA {left}{', ' + note if note else ''}"
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty picture.
+
+    A command that will draw one asks for it first, too: what takes hours must not end with a missing package.
+
+    Args:
+        width: Inches.
+        height: Inches.
+
+    Raises:
+        EnvironmentFault: ``dependency-missing``.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        hint = "pip install 'hscache[report]'"
+        raise EnvironmentFault("dependency-missing", "a picture needs matplotlib", hint=hint) from error
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def run_command(command: Callable[[], object]) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.compute as pc
 
 from hscache.build import BuildReport, bytes_needed, free_bytes, target_bytes
-from hscache.console import duration, facts, say, size, table
-from hscache.errors import ConfigError, EnvironmentFault, IntegrityError
+from hscache.console import duration, facts, new_figure, say, size, table
+from hscache.errors import ConfigError, IntegrityError
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan, array_bytes, manifest_specs
 from hscache.store.index import committed_shards, load_index, read_manifest, read_shard, table_digest
@@ -275,16 +275,8 @@ def plot_kernels(report: KernelsReport, path: Path) -> None:
     Raises:
         EnvironmentFault: ``dependency-missing`` without matplotlib.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise EnvironmentFault(
-            "dependency-missing", "--plot needs matplotlib", hint="pip install 'hscache[report]'"
-        ) from error
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure = new_figure(8, 4)
+    axes = figure.subplots()
     for op in dict.fromkeys(c.op for c in report.local):
         points = [(c.layer_index, c.total.one_minus_cos_mean) for c in report.local if c.op == op]
         axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=f"{op}, same inputs")
@@ -296,7 +288,6 @@ def plot_kernels(report: KernelsReport, path: Path) -> None:
     )
     axes.legend()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def store_info(root: Path) -> dict[str, Any]:

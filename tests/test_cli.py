@@ -216,6 +216,15 @@ def test_a_wrong_choice_of_kernels_is_refused_before_the_store_is_read(run: Any,
     assert "verify:" not in answer.err
 
 
+def test_a_picture_without_matplotlib_is_refused_before_the_store_is_read(
+    run: Any, little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    answer = run("verify", little.path, "--kernels", "torch,bound", "--plot", tmp_path / "a.png")
+    assert (answer.status, answer.code) == (3, "dependency-missing")
+    assert "verify:" not in answer.err
+
+
 def test_verify_of_a_damaged_store_exits_with_1_and_lists_the_findings(run: Any, tmp_path: Path) -> None:
     store = make_store(tmp_path / "store").path
     flip(store / "shards/00001.zarr/final_state/c.0.0", 3)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hscache import __version__
-from hscache.console import Interrupted, duration, emit_json, facts, run_command, say, size, write_json
+from hscache.console import Interrupted, duration, emit_json, facts, new_figure, run_command, say, size, write_json
 
 if TYPE_CHECKING:
     from hscache.store.head import TargetHead
@@ -349,15 +349,15 @@ def _show(
                 picture(found, plot)
 
 
-def _check_writable(*paths: Path | None) -> None:
+def _check_writable(out: Path | None, plot: Path | None) -> None:
     """Refuse files that cannot be written, before what shall stand in them is computed.
 
     Raises:
-        EnvironmentFault: ``disk-full``, ``disk-error``.
+        EnvironmentFault: ``disk-full``, ``disk-error``, ``dependency-missing`` for a picture.
     """
     from hscache.store.durable import disk_errors
 
-    for path in paths:
+    for path in (out, plot):
         if path is None:
             continue
         with disk_errors(path):
@@ -366,6 +366,8 @@ def _check_writable(*paths: Path | None) -> None:
             path.open("ab").close()
             if new:
                 path.unlink()
+    if plot is not None:
+        new_figure(1, 1)
 
 
 def _head(store: Path) -> TargetHead:

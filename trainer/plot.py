@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from hscache.errors import EnvironmentFault, InputError
+from hscache.console import new_figure
+from hscache.errors import InputError
 from trainer.checkpoint import RunPaths, read_lines
 from trainer.ddtree import SIZES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -42,7 +40,7 @@ def plot_run(run: Path, out: Path) -> None:
         EnvironmentFault: ``dependency-missing``.
     """
     train, held = read_metrics(run)
-    figure = _figure(11, 7)
+    figure = new_figure(11, 7)
     loss, tau, slots, wait = figure.subplots(2, 2).flat
     steps = [r["step"] for r in train]
     loss.plot(steps, [r["loss"] for r in train])
@@ -75,7 +73,7 @@ def plot_evaluation(found: dict[str, Any], out: Path) -> None:
     Raises:
         EnvironmentFault: ``dependency-missing``.
     """
-    figure = _figure(13, 4)
+    figure = new_figure(13, 4)
     slots, steps, trees = figure.subplots(1, 3)
     rows, width = found["rows"], 0.8 / len(found["rows"])
     for i, row in enumerate(rows):
@@ -101,7 +99,7 @@ def plot_speculation(found: dict[str, Any], out: Path) -> None:
     Raises:
         EnvironmentFault: ``dependency-missing``.
     """
-    figure = _figure(13, 4)
+    figure = new_figure(13, 4)
     steps, prompts, cost = figure.subplots(1, 3)
     accepted = [tokens for entry in found["prompts"] for tokens in entry["accepted"]]
     share = np.bincount(accepted, minlength=found["block_size"] + 1)[1:] / max(len(accepted), 1)
@@ -122,14 +120,3 @@ def plot_speculation(found: dict[str, Any], out: Path) -> None:
     cost.legend()
     figure.suptitle(f"{found['target']}, {found['dtype']} on {found['device']}")
     figure.savefig(out, dpi=110)
-
-
-def _figure(width: float, height: float) -> Figure:
-    """Return an empty figure, inches."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentFault(
-            "dependency-missing", "matplotlib is not installed", hint="pip install 'hscache[report]'"
-        ) from error
-    return Figure(figsize=(width, height), layout="constrained")
