@@ -73,7 +73,7 @@ TRAINER_LEVELS = [
     {"importer"},
     {"checkpoint", "evaluate", "optim", "parallel", "layouts"},
     {"data", "ddtree"},
-    {"manifest"},
+    {"manifest", "run_folder"},
     {"losses", "drafter", "anchors"},
     {"masks"},
     {"trainer"},  # limits of oneDNN's caches

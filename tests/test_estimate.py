@@ -44,7 +44,8 @@ import ctypes, gc, json, os, shutil, sys
 from pathlib import Path
 import torch
 from tests.trainers import train_manifest
-from trainer.checkpoint import RunPaths, save_checkpoint
+from trainer.checkpoint import save_checkpoint
+from trainer.run_folder import RunPaths
 from trainer.estimate import memory_bytes, pack_size
 from trainer.parallel import World, optimizer_tensors, whole_tensors
 from trainer.step import Trainer

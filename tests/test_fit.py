@@ -28,14 +28,15 @@ from tests.hybrid import DRAFTER, Hybrid
 from tests.stores import Little, flip, little_manifest, make_store
 from tests.trainers import LENGTHS, SHAPE, damage, train_manifest, training_store, turn_rows, write_manifest
 from trainer import checkpoint as ckpt
-from trainer import cli, progress, step
-from trainer.checkpoint import RunPaths, load_drafter, load_state
+from trainer import cli, progress, run_folder, step
+from trainer.checkpoint import load_drafter, load_state
 from trainer.data import PackBuilder
 from trainer.drafter import Drafter
 from trainer.fit import fit
 from trainer.manifest import TrainManifest, load_train_manifest
 from trainer.parallel import World
 from trainer.plot import read_metrics
+from trainer.run_folder import RunPaths
 from trainer.step import Trainer
 
 TIMES = {"tokens_per_s", "blocks_per_s", "wait", "peak_memory_bytes", "seconds"}
@@ -163,15 +164,15 @@ def test_a_kill_between_the_best_checkpoint_and_its_entry_loses_nothing(
 ) -> None:
     one = manifest(optim={"lr": 3e-2}, run={"validate_every": 2})
     run(little, tmp_path / "whole", one)
-    entered = ckpt.keep_best
+    entered = run_folder.keep_best
 
     def dying(paths: RunPaths, at: int, tau: float) -> bool:
         raise Killed
 
-    monkeypatch.setattr(ckpt, "keep_best", dying)
+    monkeypatch.setattr(run_folder, "keep_best", dying)
     with pytest.raises(Killed):
         run(little, tmp_path / "cut", one)
-    monkeypatch.setattr(ckpt, "keep_best", entered)
+    monkeypatch.setattr(run_folder, "keep_best", entered)
     assert RunPaths(tmp_path / "cut").steps() == [2]
     assert not RunPaths(tmp_path / "cut").best.exists()
     with during_step(1, die), pytest.raises(Killed):
@@ -336,7 +337,7 @@ def test_two_sessions_in_one_run_are_refused(
     assert f"process {os.getpid()} on " in error.message
     assert str(tmp_path / "new") in error.message
     toml = write_manifest(tmp_path / "m.toml", optim={"max_steps": 2})
-    with ckpt.hold_run(RunPaths(tmp_path / "run")):
+    with run_folder.hold_run(RunPaths(tmp_path / "run")):
         fitting = ("fit", toml, "--store", little.path, "--out", tmp_path / "run", "--device", "cpu")
         assert main(monkeypatch, *fitting) == 4
     assert "error[run-in-use]" in capsys.readouterr().err
@@ -447,7 +448,7 @@ def test_history_is_rewritten_only_where_a_line_must_go_and_then_as_a_whole(
     def full(path: Path, data: bytes, staging: Path) -> None:
         raise OSError(errno.ENOSPC, "no space", str(path))
 
-    monkeypatch.setattr(ckpt, "replace_file", full)
+    monkeypatch.setattr(run_folder, "replace_file", full)
     with pytest.raises(EnvironmentFault) as caught:
         run(little, tmp_path / "run", one)
     assert caught.value.code == "disk-full"
@@ -670,7 +671,7 @@ def test_what_was_the_best_checkpoint_goes_when_the_last_step_is_better(
 
 def test_the_first_of_equally_good_checkpoints_is_the_best(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    assert [ckpt.keep_best(paths, at, tau) for at, tau in ((1, 1.5), (2, 1.5), (3, 1.4), (4, 1.6))] == [
+    assert [run_folder.keep_best(paths, at, tau) for at, tau in ((1, 1.5), (2, 1.5), (3, 1.4), (4, 1.6))] == [
         True, False, False, True,
     ]  # fmt: skip
     assert json.loads(paths.best.read_bytes()) == {"step": 4, "tau": 1.6}

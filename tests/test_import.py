@@ -27,7 +27,7 @@ from tests.stores import HIDDEN, VOCAB, Little
 from tests.test_fit import Killed, die, during_step, last, metrics, same_checkpoint, terminate
 from tests.trainers import SHAPE, little_config, little_drafter, train_manifest, training_store
 from trainer import importer
-from trainer.checkpoint import RunPaths, load_drafter, weights_digest
+from trainer.checkpoint import load_drafter, weights_digest
 from trainer.drafter import DrafterConfig
 from trainer.export import export_speculators, export_zlab
 from trainer.fit import fit
@@ -35,6 +35,7 @@ from trainer.importer import read_checkpoint
 from trainer.layouts import Layout, read_config, speculators_config, zlab_config
 from trainer.manifest import TrainManifest, drafter_config, drafter_in, load_train_manifest, tuning_manifest
 from trainer.parallel import World
+from trainer.run_folder import RunPaths
 from trainer.step import Trainer
 
 TAPS = (0, 2)

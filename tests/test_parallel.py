@@ -20,11 +20,12 @@ from tests.ranks import ALONE, first_step, run
 from tests.stores import Little
 from tests.trainers import LENGTHS, damage, train_manifest, training_store, write_manifest
 from trainer import masks
-from trainer.checkpoint import RunPaths, load_drafter, load_state
+from trainer.checkpoint import load_drafter, load_state
 from trainer.fit import fit
 from trainer.losses import Kind, Weights
 from trainer.manifest import TrainManifest
 from trainer.parallel import World, whole_tensors
+from trainer.run_folder import RunPaths
 from trainer.step import Trainer
 
 Found = dict[str, Any]

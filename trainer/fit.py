@@ -18,6 +18,7 @@ from hscache import __version__
 from hscache.console import Interrupted, duration, say, stop_on_signal
 from hscache.errors import EnvironmentFault, InputError, IntegrityError, TrainingFault
 from trainer import checkpoint as ckpt
+from trainer import run_folder
 from trainer.data import Pack
 from trainer.evaluate import score_store
 from trainer.manifest import TrainManifest
@@ -110,7 +111,7 @@ class _Run:
     """One session of a run: where it stands, and what it writes."""
 
     def __init__(self, trainer: Trainer, out: Path, stop: list[int]) -> None:
-        self.t, self.stop, self.paths = trainer, stop, ckpt.RunPaths(out)
+        self.t, self.stop, self.paths = trainer, stop, run_folder.RunPaths(out)
         self.main = trainer.world.main
         self.report = FitReport(str(out))
         self.first_loss: float | None = None
@@ -124,7 +125,7 @@ class _Run:
     def go(self, *, tensorboard: bool) -> FitReport:
         started = time.monotonic()
         with ExitStack() as held:
-            self.t.world.on_main(lambda: held.enter_context(ckpt.hold_run(self.paths)))
+            self.t.world.on_main(lambda: held.enter_context(run_folder.hold_run(self.paths)))
             step = self._resume()
             if tensorboard:
                 self.t.world.on_main(self._open_board)
@@ -183,7 +184,7 @@ class _Run:
         newest = world.on_main(lambda: ckpt.newest_checkpoint(self.paths))
         # a checkpoint has weights of its own: what the run began from need not be there any more
         begun = {"start": self._begin()} if newest is None else {}
-        self.start = world.on_main(lambda: ckpt.claim_run(self.paths, self._document() | begun).get("start"))
+        self.start = world.on_main(lambda: run_folder.claim_run(self.paths, self._document() | begun).get("start"))
         if newest is None:
             t.distribute()
             if self.main and self.start is not None:
@@ -241,10 +242,10 @@ class _Run:
         """Put the run's files back to where a checkpoint stands."""
         if self.report.best_tau is not None and self.report.best_tau == self.report.tau:
             # a kill may have come between this checkpoint and its entry as the best one
-            ckpt.keep_best(self.paths, step, self.report.best_tau)
-        ckpt.drop_old(self.paths, self.t.manifest.run.keep)
-        ckpt.forget_after(self.paths, self.paths.metrics, step)
-        ckpt.forget_after(self.paths, self.paths.skipped, step)
+            run_folder.keep_best(self.paths, step, self.report.best_tau)
+        run_folder.drop_old(self.paths, self.t.manifest.run.keep)
+        run_folder.forget_after(self.paths, self.paths.metrics, step)
+        run_folder.forget_after(self.paths, self.paths.skipped, step)
 
     def _open_board(self) -> None:
         self.board = Board(self.paths.root / "tensorboard")
@@ -293,7 +294,7 @@ class _Run:
 
     def _record_skipped(self, step: int, bad: dict[str, str]) -> None:
         for sample_id, error in bad.items():
-            ckpt.append_line(self.paths.skipped, {"step": step, "sample_id": sample_id, "error": error})
+            run_folder.append_line(self.paths.skipped, {"step": step, "sample_id": sample_id, "error": error})
             say(f"skipped {sample_id}: {error}")
 
     def _validate(self, step: int) -> None:
@@ -319,7 +320,7 @@ class _Run:
             self._save(step, best=True)
 
     def _record(self, record: dict[str, Any]) -> None:
-        ckpt.append_line(self.paths.metrics, record)
+        run_folder.append_line(self.paths.metrics, record)
         if self.board is not None:
             self.board.add(record)
 
@@ -360,5 +361,5 @@ class _Run:
         ckpt.save_checkpoint(self.paths, step, weights, self.t.config, provenance, moments, state)
         if best:
             assert self.report.best_tau is not None
-            ckpt.keep_best(self.paths, step, self.report.best_tau)
-        ckpt.drop_old(self.paths, self.t.manifest.run.keep)  # behind it: what was the best one may go now
+            run_folder.keep_best(self.paths, step, self.report.best_tau)
+        run_folder.drop_old(self.paths, self.t.manifest.run.keep)  # behind it: what was the best one may go now

@@ -9,8 +9,8 @@ import numpy as np
 
 from hscache.console import new_figure
 from hscache.errors import InputError
-from trainer.checkpoint import RunPaths, read_lines
 from trainer.ddtree import SIZES
+from trainer.run_folder import RunPaths, read_lines
 
 
 def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
