@@ -325,7 +325,9 @@ def info(store: StoreArgument, json: Json = False) -> None:
 
 @app.command()
 def doctor(
-    target: Annotated[Path | None, typer.Option("--target", help="Checkpoint directory; its config is enough.")] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Checkpoint directory, its config is enough; or a cached hub id.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what would run for each op of the target on this machine, and how to mend what is missing.
@@ -333,8 +335,13 @@ def doctor(
     Exit status 1 when a build here would fall back. Example: hscache doctor --target ~/models/Qwen3.6-27B
     """
     from hscache.doctor import diagnose, render
+    from hscache.manifest import TargetSpec
+    from hscache.target.facts import resolve_path
 
-    diagnosis = diagnose(target.expanduser() if target else None)
+    directory = None
+    if target is not None:
+        directory = resolve_path(TargetSpec(path=target), download=False) or Path(target).expanduser()
+    diagnosis = diagnose(directory)
     if json:
         emit_json(diagnosis.to_json())
     else:

@@ -233,8 +233,8 @@ def _meta_model(target: Path) -> nn.Module:
             config = AutoConfig.from_pretrained(directory)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # of a config that is none, or of another transformers', in whatever way it fails
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EnvironmentFault(
             "target-config", f"{directory}/config.json: {first}", hint="pip install --upgrade transformers"
         ) from error

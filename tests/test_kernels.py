@@ -719,11 +719,15 @@ def test_doctor_of_a_dense_target_and_of_no_target(targets: Callable[[str], Path
     assert "kernel packages" in render(machine)
 
 
-def test_doctor_needs_a_config_it_knows(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "config",
+    ['{"model_type": "of_next_year"}', "null", "[]", '{"model_type": "llama", "num_hidden_layers": "8"}', "{"],
+)
+def test_doctor_needs_a_config_it_knows(tmp_path: Path, config: str) -> None:
     with pytest.raises(EnvironmentFault) as caught:
         diagnose(tmp_path)
     assert caught.value.code == "target-missing"
-    (tmp_path / "config.json").write_text('{"model_type": "of_next_year"}')
+    (tmp_path / "config.json").write_text(config)
     with pytest.raises(EnvironmentFault) as caught:
         diagnose(tmp_path)
     assert caught.value.code == "target-config"

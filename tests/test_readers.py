@@ -259,6 +259,23 @@ def test_a_broken_page_of_a_corpus_is_refused(tmp_path: Path) -> None:
     assert caught.value.code == "corpus-truncated"
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path, kind: str) -> None:
+    from datasets import Dataset
+
+    text = pa.array([b"good", b"\xff\xfe"]).view(pa.string())
+    table = pa.table({"sample_id": text, "input_ids": [[1, 2], [3, 4]], "loss_mask": [[0, 1], [0, 1]]})
+    path = tmp_path / "c.parquet"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        path = tmp_path / "saved"
+        Dataset(table).save_to_disk(path)
+    with pytest.raises(InputError) as caught:
+        read(path)
+    assert (caught.value.code, "UTF8" in caught.value.message) == ("corpus-truncated", True)
+
+
 def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     a, b, c = (as_lines([row]) for row in ROWS)
     got = read(jsonl(tmp_path / "c.jsonl", b"\n  \n" + a + b"\n" + b + b"\t\n" + c + b"\n\n"))

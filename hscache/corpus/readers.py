@@ -166,9 +166,14 @@ def parquet_batches(path: Path, file: pq.ParquetFile, **options: Any) -> Iterato
         InputError: ``corpus-truncated`` when a page cannot be read.
     """
     try:
-        yield from file.iter_batches(**options)
+        yield from map(_sound, file.iter_batches(**options))
     except (pa.ArrowException, OSError) as error:
         raise InputError("corpus-truncated", f"{path}: damaged behind a good footer: {error}") from error
+
+
+def _sound(batch: pa.RecordBatch) -> pa.RecordBatch:
+    batch.validate(full=True)  # text that is not UTF-8, above all, which would be known when a row is taken
+    return batch
 
 
 def _arrow_batches(path: Path, kind: str) -> tuple[Iterable[pa.RecordBatch], list[str]]:
@@ -190,7 +195,15 @@ def _arrow_batches(path: Path, kind: str) -> tuple[Iterable[pa.RecordBatch], lis
     names = loaded.column_names
     kept = loaded.select_columns([n for n in wanted if n in names]).with_format("arrow")
     tables = kept.iter(batch_size=_BATCH_ROWS)
-    return (batch for table in tables for batch in table.to_batches()), names
+    return _table_batches(path, tables), names
+
+
+def _table_batches(path: Path, tables: Iterable[pa.Table]) -> Iterator[pa.RecordBatch]:
+    try:
+        for table in tables:
+            yield from map(_sound, table.to_batches())
+    except (pa.ArrowException, OSError) as error:
+        raise InputError("corpus-truncated", f"{path}: damaged: {error}") from error
 
 
 def _lines(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:

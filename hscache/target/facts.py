@@ -91,7 +91,7 @@ def read_shape(spec: TargetSpec, directory: Path | None) -> TargetShape:
         found = TargetShape(
             num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"], vocab_size=config["vocab_size"]
         )
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError) as error:
         raise EnvironmentFault("target-config", f"{directory}/config.json: {error} is missing or wrong") from error
     if spec.shape is not None and spec.shape != found:
         differing = [
