@@ -126,21 +126,19 @@ def test_a_disk_that_fills_up_stops_a_conversion_as_it_does_a_build(
     assert convert(source, tmp_path / "out", Change("zstd")).built > 0
 
 
-@pytest.mark.parametrize(("codec", "fits"), [("int8", False), ("zstd", True)])
-def test_a_packed_store_is_given_a_disk_that_it_may_fit_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Any, fits: bool
+def test_a_conversion_that_cannot_fit_is_refused_and_packed_states_count_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = little(tmp_path)
-    needed = []
-    real = module.require_space
-    monkeypatch.setattr(module, "require_space", lambda n, *a, **k: (needed.append(n), real(n, *a, **k)))
-    convert(source, tmp_path / "measured", Change(codec))
-    monkeypatch.setattr(build_module, "free_bytes", lambda _: needed[0] * 2 // 3 + build_module._FREE_MARGIN_BYTES)
-    if fits:
-        convert(source, tmp_path / "out", Change(codec))
-        return
+    source, asked = little(tmp_path), {}
+    with monkeypatch.context() as patch:
+        for codec in ("lz4", "zstd", "int8"):
+            patch.setattr(module, "require_space", lambda n, *_, codec=codec: asked.update({codec: n}))
+            convert(source, tmp_path / codec, Change(codec))
+    assert asked["int8"] == sum(p.stat().st_size for p in (tmp_path / "int8/shards").glob("*/*/c.*"))
+    assert asked["zstd"] == asked["lz4"] == sum(p.stat().st_size for p in source.glob("shards/*/*/c.*")) // 2
+    monkeypatch.setattr(build_module, "free_bytes", lambda _: asked["zstd"] - 1 + build_module._FREE_MARGIN_BYTES)
     with pytest.raises(EnvironmentFault) as caught:
-        convert(source, tmp_path / "out", Change(codec))
+        convert(source, tmp_path / "out", Change("zstd"))
     assert (caught.value.code, "--taps" in caught.value.hint) == ("disk-full", True)
 
 

@@ -46,11 +46,14 @@ def random_sample(rng: np.random.Generator, specs: list[ArraySpec], n_tokens: in
     }
 
 
+WHOSE = {"shard": 0, "manifest_digest": "of the store"}
+
+
 def write_shard(folder: Path, specs: list[ArraySpec], codec: str, samples: list[Arrays], **attributes: Any) -> Path:
     writer = ShardWriter(folder / "staged", specs, codec)
     for i, arrays in enumerate(samples):
         writer.add(f"s{i}", i, arrays)
-    assert writer.commit(folder / "00000.zarr", attributes)
+    assert writer.commit(folder / "00000.zarr", WHOSE | attributes)
     return folder / "00000.zarr"
 
 
@@ -141,7 +144,7 @@ def test_a_shard_whose_samples_are_all_rejected_has_arrays_without_rows(codec: s
     specs = array_specs(n_taps=2, hidden_size=4, final_state=True, topk=2, chunk_tokens=4)
     writer = ShardWriter(tmp_path / "staged", specs, codec)
     writer.reject("bad", 3, 17, "non-finite", "tap 1, token 4")
-    writer.commit(tmp_path / "00000.zarr", {})
+    writer.commit(tmp_path / "00000.zarr", WHOSE)
     body = read_shard(tmp_path / "00000.zarr")
     assert body["samples"] == {
         "sample_id": ["bad"], "corpus_row": [3], "start": [-1], "n_tokens": [17], "loss_start": [-1], "n_loss": [0],
@@ -265,7 +268,7 @@ def test_a_shard_that_another_process_committed_first_stays(tmp_path: Path) -> N
     specs = array_specs(n_taps=1, hidden_size=4, final_state=False, topk=0, chunk_tokens=4)
     write_shard(tmp_path, specs, "raw", [], who=1)
     second = ShardWriter(tmp_path / "late", specs, "raw")
-    assert second.commit(tmp_path / "00000.zarr", {"who": 2}) is False
+    assert second.commit(tmp_path / "00000.zarr", WHOSE | {"who": 2}) is False
     assert read_shard(tmp_path / "00000.zarr")["who"] == 1
     assert not (tmp_path / "late").exists()
 
@@ -275,7 +278,7 @@ def test_a_directory_in_the_place_of_a_shard_is_an_error_not_a_committed_shard(t
     (tmp_path / "00000.zarr" / "hidden_states").mkdir(parents=True)
     writer = ShardWriter(tmp_path / "staged", specs, "raw")
     with pytest.raises(IntegrityError) as caught:
-        writer.commit(tmp_path / "00000.zarr", {})
+        writer.commit(tmp_path / "00000.zarr", WHOSE)
     assert caught.value.code == "store-damaged"
 
 
