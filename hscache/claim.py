@@ -82,7 +82,7 @@ def claim(paths: StorePaths, document: dict[str, Any], plan: Plan, staging: Path
         fsync_directory(paths.root)
     except FileExistsError:
         there = read_manifest(paths.root)
-        _refuse_other(paths.root, there, document)
+        _refuse_other(paths, there, document)
         digest = str(there["digest"])
     if not paths.plan.exists():
         replace_file(paths.plan, sealed_bytes(plan.table), staging)
@@ -94,7 +94,7 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def _refuse_other(root: Path, there: dict[str, Any], document: dict[str, Any]) -> None:
+def _refuse_other(paths: StorePaths, there: dict[str, Any], document: dict[str, Any]) -> None:
     old, new = _flat(there), _flat(document)
     differing = [
         f"{key}: store {old.get(key)!r}, now {new.get(key)!r}"
@@ -106,11 +106,13 @@ def _refuse_other(root: Path, there: dict[str, Any], document: dict[str, Any]) -
     # a changed limit changes the plan too: name the cause before its consequences
     differing.sort(key=lambda line: (not line.startswith("manifest."), line.startswith("plan.")))
     more = f"\n  and {len(differing) - 5} more" if len(differing) > 5 else ""
+    # a repair, too, has shards out of their place; but only of a store that once ran its target
+    begun = paths.target.exists() or paths.index.exists() or bool(committed_shards(paths.root))
     other = "build into another --out, or give the manifest, target and corpus that the store was begun with"
     raise ConflictError(
         "store-other-manifest",
-        f"{root} was begun differently:\n  " + "\n  ".join(differing[:5]) + more,
-        hint=other if committed_shards(root) else f"it has no shard yet: rm -r {root} to begin anew; or {other}",
+        f"{paths.root} was begun differently:\n  " + "\n  ".join(differing[:5]) + more,
+        hint=other if begun else f"nothing is in it yet: rm -r {paths.root} to begin anew; or {other}",
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from faults import contents
 from typer.testing import CliRunner
@@ -135,6 +136,18 @@ def test_what_cannot_be_built_again_stays_as_it_was(reference: Path, tmp_path: P
         repair(store, **how)
     assert {p: p.read_bytes() for p in store.rglob("*") if p.is_file()} == before
     assert repair(store).ok
+
+
+def test_a_wrong_corpus_never_advises_to_remove_a_store(reference: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(reference, store)
+    for shard in committed_shards(store):
+        flip(store / f"shards/{shard:05d}.zarr/hidden_states/c.0.0.0", 1000)
+    pq.write_table(pq.read_table(DATA / "tiny-hybrid-completions.parquet").slice(0, 3), tmp_path / "other.parquet")
+    with pytest.raises(ConflictError) as caught:
+        repair(store, corpus=tmp_path / "other.parquet")
+    assert (caught.value.code, "rm -r" in caught.value.hint) == ("store-other-manifest", False)
+    assert len(committed_shards(store)) == len(committed_shards(reference))
 
 
 def test_a_repair_that_is_stopped_loses_nothing_and_is_resumed(
