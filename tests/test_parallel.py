@@ -156,26 +156,32 @@ def from_start(start: Path, parallel: str) -> dict[str, Any]:
     return with_kind({"data": {"packs_per_step": 2}, "drafter": {"start": str(start)}}, parallel)
 
 
+def two_processes(*words: str) -> list[tuple[int, str, str]]:
+    """Run ``python WORDS`` as two ranks; return status, output and messages of each."""
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *words], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=400) for process in processes]  # a hang is a failure
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
 def on_two_ranks(jobs: list[dict[str, Any]], root: Path) -> dict[str, list[Found]]:
     """Do jobs in one pair of processes; return job -> what each rank found, where both found something."""
     for job in jobs:
         job["port"] = free_port()
     (root / "jobs.json").write_text(json.dumps(jobs, default=str))
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.ranks", str(root / "jobs.json"), str(root)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(Path(__file__).parents[1])},
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=400)[1] for process in processes]  # a hang is a failure
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n\n".join(said)
+    ended = two_processes("-m", "tests.ranks", str(root / "jobs.json"), str(root))
+    assert [status for status, *_ in ended] == [0, 0], "\n\n".join(messages for *_, messages in ended)
     return {
         job["name"]: [torch.load(root / f"{job['name']}-{rank}.pt", weights_only=False) for rank in range(2)]
         for job in jobs
@@ -284,10 +290,29 @@ def test_leaving_does_not_wait_for_a_thread_that_waits_for_us(little: Little, tm
     """Gloo's threads may still hold Python objects of the last collective; see World.leave."""
     jobs = [
         {"name": f"leave {i}", "what": "leave", "store": little.path, "sections": with_kind({}, "ddp")}
-        for i in range(40)
+        for i in range(20)
     ]
     found = on_two_ranks(jobs, tmp_path)
-    assert [[rank["ranks"] for rank in ranks] for ranks in found.values()] == [[[0, 1], [0, 1]]] * 40
+    assert [[rank["ranks"] for rank in ranks] for ranks in found.values()] == [[[0, 1], [0, 1]]] * 20
+
+
+LAST = """
+import gc, sys
+import torch
+from trainer.parallel import World, dist
+gc.disable()
+much = [[] for _ in range(3_000_000)]  # the interpreter looks through it as it ends
+world = World.join("cpu")
+sys.setswitchinterval(0.1)  # the main thread is not made to share the interpreter's lock
+dist.all_reduce_coalesced([torch.ones(1) for _ in range(1000)])
+world.leave()
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_rank_whose_last_act_is_a_collective_is_not_aborted(attempt: int) -> None:
+    """Without the pause in World.leave about half of such ranks were."""
+    assert two_processes("-c", LAST) == [(0, "", "")] * 2
 
 
 def bad_sample(little: Little) -> str:
@@ -452,21 +477,9 @@ def test_one_rank_speaks_and_all_give_the_status(little: Little, tmp_path: Path)
     out = str(tmp_path / "run")
 
     def on_both(*words: str) -> list[tuple[int, str]]:
-        common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        common |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(Path(__file__).parents[1])}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "trainer", "fit", *at, *words],
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        try:
-            said = [rank.communicate(timeout=300)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+        ended = two_processes("-m", "trainer", "fit", *at, *words)
+        print(*(messages for *_, messages in ended), file=sys.stderr)
+        return [(status, text) for status, text, _ in ended]
 
     for words in (["--out", out], ["--dry-run"]):
         (status, text), other = on_both(*words)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -211,6 +213,33 @@ def test_a_ring_that_is_dropped_ends_its_threads(store: Store) -> None:
     next(ring).release()
     del ring
     gc.collect()  # then the fixture waits for the threads
+
+
+ABANDONED = """
+import atexit, sys, threading, time
+
+def order():
+    yield 0
+    time.sleep(0.5)
+    yield 0
+
+# what is registered first is called last
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.startswith("hscache-read")]))
+import hscache
+from hscache.store.ring import ReadAhead
+
+ring = ReadAhead(hscache.open(sys.argv[1]), order(), buffers=2, threads=1, max_tokens=99, kind="numpy")
+with next(ring) as sample:
+    print(sample.sample_id)
+"""
+
+
+def test_the_interpreter_ends_only_behind_the_threads_of_a_ring_that_was_never_closed(little: Little) -> None:
+    """Python ends such a thread wherever it next asks for the lock; within a C++ library that is an abort."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ABANDONED, str(little.path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[1:]) == (0, ["[]"]), ended.stderr
 
 
 def test_an_error_in_the_consumer_ends_the_threads(store: Store) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from hscache.errors import HscacheError
 from trainer.drafter import Drafter
 
 T = TypeVar("T")
+
+_GLOO_REST = 0.2  # seconds
 
 
 def first_rank() -> bool:
@@ -129,12 +132,14 @@ class World:
     def leave(self) -> None:
         """End the process group.
 
-        A group of gloo stays in memory. Its destructor holds the interpreter's lock while it waits for a thread of its
-        own, which may want that lock to let go of its last work: in torch 2.13 a process could so hang after its run.
+        A thread of gloo's wants the interpreter's lock to let go of its last work. In torch 2.13 the group's destructor
+        waits for that thread with the lock held, so a process could hang after its run; and one that ended before the
+        thread had the lock was aborted. So the lock is left to the thread for a while, and the group stays in memory.
         """
         if self.size > 1 and dist.is_initialized():
             if dist.get_backend() == "gloo":
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+                time.sleep(_GLOO_REST)
             dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ A sample that cannot be read raises at its place in the order, named; the iterat
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int, int | None]
 """Number of a sample, first token, end of the token range (None: the sample's end)."""
+
+_EXIT_WAIT = 5.0
+"""Seconds that the interpreter's end waits for the threads of rings that were never closed."""
 
 
 class Lease:
@@ -145,6 +149,7 @@ class _Ring:
         self._leased = 0
         self._exhausted = self._stopped = False
         self._threads: list[threading.Thread] = []
+        _RUNNING.add(self)
 
     def start(self, n: int) -> None:
         self._threads = [threading.Thread(target=self._work, name=f"hscache-read-{i}", daemon=True) for i in range(n)]
@@ -159,9 +164,9 @@ class _Ring:
             self._free.clear()
             self._changed.notify_all()
 
-    def join(self) -> None:
+    def join(self, timeout: float | None = None) -> None:
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout)
 
     def release(self, room: Buffers) -> None:
         with self._changed:
@@ -251,6 +256,19 @@ class _Ring:
     def _name(self, i: int) -> str:
         inside = -len(self._store) <= i < len(self._store)
         return f"sample {self._store.sample_ids[i]!r}" if inside else f"sample {i}"
+
+
+_RUNNING: weakref.WeakSet[_Ring] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all threads before the interpreter does: one that it finds within C++ code aborts the process."""
+    rings = list(_RUNNING)
+    for ring in rings:
+        ring.stop()
+    for ring in rings:
+        ring.join(_EXIT_WAIT)
 
 
 def _cuda() -> bool:
