@@ -3,6 +3,8 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# a file of tests, with its fixtures, stays in one process
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install assets demo demo-smollm2 test lint types check crash mutate fla oracle clean
@@ -27,7 +29,7 @@ demo-smollm2: assets  ## the same on SmolLM2-135M-Instruct; a thousand steps of 
 	@$(BIN)/python tools/demo.py smollm2
 
 test: assets  ## the test suite, as CI runs it
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(STAMP)  ## ruff
 	$(BIN)/ruff check .
@@ -47,11 +49,11 @@ mutate: $(STAMP)  ## every byte of a small store flipped, every file cut, shards
 
 fla: assets  ## fla's real kernels through Triton's interpreter, and other versions of transformers; minutes
 	$(BIN)/python tools/fla_env.py
-	$(BIN)/python -m pytest -m fla
+	$(PYTEST) -m fla
 
 oracle: assets  ## exports, masks and losses against dflash and speculators, stores against tensorstore; a download once
 	$(BIN)/python tools/oracle_env.py
-	$(BIN)/python -m pytest -m oracle
+	$(PYTEST) -m oracle
 
 clean:  ## remove .venv and the demos' output
 	rm -rf $(VENV) runs/demo runs/demo-smollm2

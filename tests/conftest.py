@@ -24,9 +24,12 @@ TINY_HYBRID = Path(__file__).parent.parent / "tools" / "tiny_hybrid"
 SMOLLM2 = Path.home() / ".cache/hscache/targets/SmolLM2-135M-Instruct"
 
 
+# two OpenMP threads beside anything else on two cores are many times slower than one
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Two OpenMP threads beside anything else on two cores are many times slower than one."""
     torch.set_num_threads(1)
 
 
@@ -94,13 +97,11 @@ def smollm2_manifest(corpus: Path, **sections: dict[str, object]) -> BuildManife
     return parse_manifest(raw, "test")
 
 
-PLANTED: list[tuple[str, str, str]] = []
-"""Fault, code of the check that found it, and when: filled by test_planted.py, printed at the end of a run."""
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print which planted fault was found by which check."""
-    if PLANTED:
+    """Print which planted fault was found by which check, as tests/test_planted.py recorded it."""
+    passed = terminalreporter.getreports("passed")
+    planted = [value for report in passed for name, value in report.user_properties if name == "planted"]
+    if planted:
         terminalreporter.section("planted faults")
-        for fault, code, when in PLANTED:
+        for fault, code, when in sorted(map(tuple, planted), key=lambda row: row[2]):
             terminalreporter.write_line(f"{fault:34} {code:20} {when}")

@@ -102,7 +102,7 @@ def run_python(site: Path, script: str, **env: str) -> Any:
 def environment(site: Path, **env: str) -> dict[str, str]:
     """Return environment variables for a process that sees the packages in ``site``."""
     path = os.pathsep.join([str(site), str(ROOT), str(ROOT / "tools")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
+    return {**os.environ, "PYTHONPATH": path, **env}
 
 
 def hscache(site: Path, *args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -115,7 +115,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, d
     small = {"drafter": {**ATTENTION, "layer_types": TWO, "intermediate_size": 16}}
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": "1",
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }

@@ -959,7 +959,7 @@ def test_sigterm_writes_a_checkpoint_and_exits_with_143(little: Little, tmp_path
 
 
 def clean_environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 def test_training_needs_neither_transformers_nor_the_target(little: Little, tmp_path: Path) -> None:

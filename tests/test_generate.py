@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -249,9 +248,7 @@ def begin(prompts: Path, out: Path, sampling: Sampling) -> subprocess.Popen[byte
     words += ["--device", "cpu", "--max-new-tokens", sampling.max_new_tokens, "--temperature", sampling.temperature]
     words += ["--top-p", sampling.top_p, "--seed", sampling.seed]
     command = [sys.executable, "-c", "from hscache.cli import main; main()", *map(str, words)]
-    return subprocess.Popen(
-        command, cwd=TINY_HYBRID.parents[1], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    return subprocess.Popen(command, cwd=TINY_HYBRID.parents[1], stderr=subprocess.PIPE)
 
 
 def done(out: Path) -> int:

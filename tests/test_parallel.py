@@ -159,7 +159,7 @@ def from_start(start: Path, parallel: str) -> dict[str, Any]:
 def two_processes(*words: str) -> list[tuple[int, str, str]]:
     """Run ``python WORDS`` as two ranks; return status, output and messages of each."""
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    common |= {"PYTHONPATH": str(Path(__file__).parents[1])}
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", *words], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},

@@ -24,10 +24,11 @@ from hscache.manifest import parse_manifest
 from hscache.target import capture, loading
 from hscache.target.loading import LoadedTarget
 from hscache.verify import verify
-from tests.conftest import DATA, PLANTED, TINY_HYBRID
+from tests.conftest import DATA, TINY_HYBRID
 
 TAPS = (1, 2, 4, 5, 7)
 Patch = Callable[[pytest.MonkeyPatch], None]
+Record = Callable[[str, object], None]
 
 
 @pytest.fixture(scope="module")
@@ -154,18 +155,22 @@ BY_VERIFY: dict[str, tuple[str, Patch]] = {
 
 
 @pytest.mark.parametrize("fault", BEFORE_COMMIT)
-def test_found_before_commit(fault: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_found_before_commit(
+    fault: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
     reason, plant = BEFORE_COMMIT[fault]
     plant(monkeypatch)
     report = build(manifest(corpus), tmp_path / "store")
     assert report.rejected.get(reason, 0) > 0
     assert set(report.rejected) <= {reason, "non-finite"}, "what follows from one fault has that fault's name"
     assert verify(tmp_path / "store").ok, "nothing broken was stored"
-    PLANTED.append((fault, reason, f"before commit, {report.rejected[reason]} samples rejected"))
+    record_property("planted", (fault, reason, f"before commit, {report.rejected[reason]} samples rejected"))
 
 
 @pytest.mark.parametrize("fault", BY_VERIFY)
-def test_found_by_verify(fault: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_found_by_verify(
+    fault: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
     code, plant = BY_VERIFY[fault]
     with monkeypatch.context() as patch:
         plant(patch)
@@ -175,10 +180,10 @@ def test_found_by_verify(fault: str, corpus: Path, tmp_path: Path, monkeypatch: 
         assert not codes, "every checksum agrees: only the target itself can tell"
         store = hscache.open(tmp_path / "store")
         assert compare.fault(compare.recompute(store, len(store)))
-        PLANTED.append((fault, code, "verify --recompute"))
+        record_property("planted", (fault, code, "verify --recompute"))
     else:
         assert code in codes
-        PLANTED.append((fault, code, "verify --level full"))
+        record_property("planted", (fault, code, "verify --level full"))
 
 
 def test_without_a_fault_nothing_is_found(corpus: Path, tmp_path: Path) -> None:

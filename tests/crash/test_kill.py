@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -16,9 +15,6 @@ from hscache.store.index import committed_shards
 from hscache.verify import verify
 from tests.test_build import COMMAND, manifest_file, reference, short_corpus  # noqa: F401  (fixtures)
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 pytestmark = pytest.mark.usefixtures("smollm2")
 
 
@@ -28,7 +24,7 @@ def build_args(manifest: Path, store: Path) -> list[str]:
 
 def kill_after(shards: int, seconds: float, manifest: Path, store: Path) -> int | None:
     """Start a build and kill it some time after its n-th commit; return the shards there, None if it was faster."""
-    process = subprocess.Popen(build_args(manifest, store), stderr=subprocess.DEVNULL, env=ENV)
+    process = subprocess.Popen(build_args(manifest, store), stderr=subprocess.DEVNULL)
     while process.poll() is None and len(committed_shards(store)) < shards:
         time.sleep(0.002)
     try:
@@ -41,7 +37,7 @@ def kill_after(shards: int, seconds: float, manifest: Path, store: Path) -> int 
 
 
 def check_resume(manifest: Path, store: Path, reference: Path) -> None:
-    done = subprocess.run(build_args(manifest, store), capture_output=True, text=True, env=ENV)
+    done = subprocess.run(build_args(manifest, store), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert contents(store) == contents(reference)
     assert list((store / "staging").iterdir()) == []

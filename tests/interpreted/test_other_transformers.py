@@ -31,7 +31,7 @@ def hscache(version: str, *args: str | Path) -> subprocess.CompletedProcess[str]
         pytest.skip(f"transformers {version} is not installed for this test: python tools/fla_env.py")
     return subprocess.run(
         [sys.executable, "-c", "from hscache.cli import main; main()", *map(str, args)],
-        env=fla_env.transformers_environment(version) | {"OMP_NUM_THREADS": "1"},
+        env=fla_env.transformers_environment(version),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 

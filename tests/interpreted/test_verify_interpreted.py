@@ -36,7 +36,7 @@ def hscache(fla: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", "import fla_on_cpu; from hscache.cli import main; main()",
          *map(str, args)],
-        env=fla_env.environment(fla) | {"OMP_NUM_THREADS": "1"},
+        env=fla_env.environment(fla),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
