@@ -17,6 +17,7 @@ an empty list must mean "nothing to choose". Finding sites costs one pass over t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import re
@@ -215,11 +216,17 @@ def source_hash(function: object) -> str | None:
 
     Only the op's own entry point is covered; what it calls is pinned by the package versions in the path's digest.
     """
+    code: Any = inspect.unwrap(function) if callable(function) else type(function)
     try:
-        text = inspect.getsource(inspect.unwrap(function) if callable(function) else type(function))
+        text = _source(code)
     except (OSError, TypeError):
         return None
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache  # every shard's record asks again for every layer, and Python tokenizes the file for each answer
+def _source(code: Any) -> str:
+    return inspect.getsource(code)
 
 
 def peel(value: object) -> tuple[Function | None, Function | None]:
