@@ -9,7 +9,6 @@ reading goes through zarr-python, not through the code that wrote.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -36,8 +35,9 @@ from hscache.store.index import (
     read_shard,
     table_digest,
 )
-from hscache.store.layout import ArraySpec, StorePaths, shard_name
+from hscache.store.layout import StorePaths, shard_name
 from hscache.store.reader import as_torch, coarsest_codec, decoded, specs_of
+from hscache.store.scan import read_samples
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +83,6 @@ _STATISTICS_RTOL_LOSSLESS = 1e-3
 _HEAD_ROWS_PER_SHARD = 32
 _HEAD_LIMIT_NATS = {"raw": 0.25, "int8": 0.5, "int4": math.inf}
 _HEAD_MEAN_LIMIT_NATS = 1.0
-# Samples are read together up to this size.
-_READ_BYTES = 16 << 20
 # So many missing shards are named one by one.
 _MOST_MISSING = 10_000
 
@@ -334,7 +332,7 @@ class _Verifier:
         health = Health(len(self._taps) + ("final_state" in arrays))
         picks, before = _spread(rows, _HEAD_ROWS_PER_SHARD), len(self._head_errors)
         complete = True
-        for i, (row, values) in enumerate(_read_samples(arrays, self._specs, rows)):
+        for i, (row, values) in enumerate(read_samples(arrays, self._specs, rows)):
             where = f"{shard_name(shard)}: {row['sample_id']}"
             if isinstance(values, Exception):
                 self._find("array-unreadable", where, str(values), shard)
@@ -463,63 +461,6 @@ class _Verifier:
             return  # found above already
         if not index.equals(fresh):
             self._find("index-stale", "index.parquet", "differs from the shards' own tables")
-
-
-def _read_samples(
-    arrays: dict[str, Any], specs: list[ArraySpec], rows: list[dict[str, Any]]
-) -> Iterator[tuple[dict[str, Any], dict[str, NDArray[Any]] | Exception]]:
-    """Yield each sample's row with its stored arrays, or with the error of reading them.
-
-    Short neighbours are read together: a read through zarr-python costs a millisecond, however little it gives.
-    """
-    row_bytes = sum(spec.row_bytes for spec in specs)
-    for run in _runs(rows, max(1, _READ_BYTES // row_bytes)):
-        first, last = run[0], run[-1]
-        span = {
-            **first,
-            "n_tokens": last["start"] + last["n_tokens"] - first["start"],
-            "n_loss": last["loss_start"] + last["n_loss"] - first["loss_start"],
-        }
-        try:
-            blocks = {spec.name: _rows(arrays[spec.name], spec, span) for spec in specs}
-        except (ValueError, OSError, RuntimeError) as error:
-            if len(run) == 1:
-                yield first, error
-            else:  # which of them is it?
-                for row in run:
-                    yield from _read_samples(arrays, specs, [row])
-            continue
-        for row in run:
-            at = {spec.name: _place(spec, row)[0] - _place(spec, first)[0] for spec in specs}
-            yield row, {s.name: blocks[s.name][at[s.name] : at[s.name] + _place(s, row)[1]] for s in specs}
-
-
-def _runs(rows: list[dict[str, Any]], most_tokens: int) -> Iterator[list[dict[str, Any]]]:
-    """Cut samples into runs that lie one behind the other and have at most so many tokens, or are one sample."""
-    run: list[dict[str, Any]] = []
-    for row in rows:
-        follows = run and all(
-            row[start] == run[-1][start] + run[-1][n] for start, n in (("start", "n_tokens"), ("loss_start", "n_loss"))
-        )
-        if run and not (follows and row["start"] + row["n_tokens"] - run[0]["start"] <= most_tokens):
-            yield run
-            run = []
-        run.append(row)
-    if run:
-        yield run
-
-
-def _place(spec: ArraySpec, row: dict[str, Any]) -> tuple[int, int]:
-    """Return a sample's first row in an array, and its number of rows."""
-    return (row["start"], row["n_tokens"]) if spec.axis == "tokens" else (row["loss_start"], row["n_loss"])
-
-
-def _rows(array: Any, spec: ArraySpec, row: dict[str, Any]) -> NDArray[Any]:
-    start, count = _place(spec, row)
-    values = np.asarray(array[start : start + count])
-    if len(values) != count or values.dtype != spec.dtype or values.shape[1:] != spec.inner:
-        raise ValueError(f"{spec.name}: {values.dtype} {values.shape}, expected {spec.dtype} {(count, *spec.inner)}")
-    return values
 
 
 def _stats(values: dict[str, NDArray[Any]]) -> RowStats:
