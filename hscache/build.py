@@ -4,7 +4,8 @@ Read top to bottom: :func:`build` stages the corpus, claims the store, and loops
 yet. One thread runs the target; another checks, packs and writes what it hands over, at most two forward batches
 behind, so that memory stays at the model and a few batches however long the corpus is. A shard becomes visible when it
 is whole, and the next one's files are begun after that: whatever stops the process, the next start redoes at most the
-one in progress, and forward batches that nothing was written of.
+one in progress, and forward batches that nothing was written of. Builders of one store share its shards: each takes
+the next that no other has made or is at.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hscache.checks import CodecError, Health
-from hscache.claim import claim, now, refuse_foreign, store_document
+from hscache.claim import ShardClaims, claim, now, refuse_foreign, store_document
 from hscache.console import Interrupted, Progress, say, size, stop_on_signal
 from hscache.corpus.readers import read_corpus
 from hscache.errors import ConflictError, EnvironmentFault
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _BATCHES_IN_FLIGHT = 2
 _FREE_MARGIN_BYTES = 256 << 20
+_LOOK_AGAIN_S = 0.1
 PACKED = ("lz4", "zstd")
 _SMALLER = 'build elsewhere, with fewer taps (--set "states.taps=[...]"), or with --set store.codec=zstd'
 
@@ -134,12 +136,13 @@ def build(
         todo = sorted(set(range(len(plan.batches))) - set(committed_shards(out)))
         target_there = paths.target.exists()
         require_space(bytes_needed(plan, manifest, todo, target=not target_there, least=True), out)
-        report = BuildReport(str(out), len(plan.batches), built=len(todo))
+        report = BuildReport(str(out), len(plan.batches))
         if todo or not target_there:
             what = f"{len(todo)} of {len(plan.batches)} shards to build" if todo else "target/ to write"
             say(f"{what}; loading {directory.name} ({manifest.target.dtype})")
             job = _Job(manifest, plan, paths, staging.path, digest, kernels, stop)
             report.capture_seconds = job.run(todo, directory, device)
+            report.built = job.built
         index = finalize(out, staging.path)
     _fill_report(report, index, paths)
     report.seconds = time.monotonic() - started
@@ -221,8 +224,11 @@ class _Job:
         self._manifest, self._plan, self._paths, self._staging = manifest, plan, paths, staging
         self._manifest_digest, self._kernels, self._stop = manifest_digest, kernels, stop
         self._paths_there: dict[str, dict[str, Any]] = {}
-        self._rejected = 0
-        self._bytes = 0
+        self.built = 0
+        """Shards committed by this process."""
+        self._own: dict[str, Any] | None = None
+        """What the shards of this process ran."""
+        self._done = self._rejected = self._bytes = 0
 
     def run(self, todo: list[int], directory: Path, device: str | None) -> float:
         """Load the target and capture; return seconds from the first forward batch to the last commit."""
@@ -270,16 +276,20 @@ class _Job:
         self._device = target.device
         self._context = context(target.device, target.report)
         self._planned = kernels(records, target.device)
-        here = {**self._context, "kernels": self._planned}
         say(f"kernel path: {describe_path(records)}")
         for shard in committed_shards(self._paths.root):
-            record = read_shard(self._paths.shard(shard), whole=True)
-            there, made = record["provenance"], record["provenance"]["kernels"]
-            if made["path_id"] == self._kernels.accept_path or all(record["samples"]["reason"]):
-                continue
-            self._paths_there[made["path_id"]] = there
-            if made.get("planned_id") != here["kernels"]["planned_id"]:
-                raise self._other_kernels(there, here)
+            self._accept_shard(shard)
+
+    def _accept_shard(self, shard: int) -> None:
+        """Refuse to go on beside a committed shard of another kernel path."""
+        record = read_shard(self._paths.shard(shard), whole=True)
+        there, made = record["provenance"], record["provenance"]["kernels"]
+        if made["path_id"] == self._kernels.accept_path or all(record["samples"]["reason"]):
+            return
+        here = {**self._context, "kernels": self._planned}
+        if made.get("planned_id") != self._planned["planned_id"]:
+            raise self._other_kernels(there, here)
+        self._paths_there[made["path_id"]] = there
 
     def _other_kernels(self, there: dict[str, Any], here: dict[str, Any]) -> ConflictError:
         from hscache.target.provenance import path_differences
@@ -295,15 +305,25 @@ class _Job:
         spool = Spool(self._staging / "corpus.arrow")
         progress = Progress("build", sum(self._plan.shard_rows[shard][0] for shard in todo), "tok")
         in_flight: deque[Future[int]] = deque()
-        done = 0
 
         def collect(limit: int) -> None:
             while len(in_flight) > limit:
                 tokens = in_flight.popleft().result()
-                progress.advance(tokens, self._note(progress, done, len(todo)))
+                progress.advance(tokens, self._note(progress, len(todo)))
 
-        with ThreadPoolExecutor(1, "writer") as writer:
-            for shard in todo:
+        def made(shard: int) -> bool:
+            """Return whether a shard is there; it must be of our kernel path."""
+            if not (self._paths.shard(shard) / "zarr.json").exists():
+                return False
+            self._accept_shard(shard)
+            if self._own is not None:
+                self._require_same(self._own)
+            self._done += 1
+            progress.advance(self._plan.shard_rows[shard][0], self._note(progress, len(todo)))
+            return True
+
+        with ShardClaims(self._paths.manifest) as claims, ThreadPoolExecutor(1, "writer") as writer:
+            for shard in self._shares(todo, claims, made, lambda: collect(0)):
                 self._require_room(shard)
                 forwards = capturer.forwards
                 work = _Shard(self._staging, self._manifest, self._paths.shard(shard))
@@ -319,11 +339,45 @@ class _Job:
                 ran = self._ran(observation.take(), shard) if capturer.forwards > forwards else self._nothing_ran()
                 seen = {"oom_splits": capturer.oom_splits, **ran}
                 in_flight.append(writer.submit(self._commit, work, shard, seen))
-                done += 1
+                self.built += 1
+                self._done += 1
                 # the shard before this one is committed by now, so that at most one waits for its first write
                 collect(_BATCHES_IN_FLIGHT)
             collect(0)
         progress.close()
+
+    def _shares(
+        self, todo: list[int], claims: ShardClaims, made: Callable[[int], bool], finish: Callable[[], None]
+    ) -> Iterator[int]:
+        """Yield the shards that no other builder has made or is at; wait for those that one is at.
+
+        Args:
+            todo: Shards that were not there when this builder looked.
+            claims: What the builders are at.
+            made: Whether a shard is there; called until it is.
+            finish: Ends our own, before we wait for others that may wait for us.
+        """
+        left, busy, told = deque(todo), list[int](), False
+        while left or busy:
+            if self._stop:
+                raise Interrupted(self._stop[0])
+            busy = [shard for shard in busy if not made(shard)]
+            if left:
+                shard = left.popleft()
+                if made(shard):
+                    continue
+                if not claims.take(shard):
+                    busy.append(shard)
+                elif not made(shard):  # it may have been made just before
+                    yield shard
+            elif busy:
+                finish()
+                if not told:
+                    say(f"waiting for {len(busy)} shards that other builders of this store are at")
+                told = True
+                time.sleep(_LOOK_AGAIN_S)
+                left.extend(busy)  # whoever ended left them to us
+                busy = []
 
     def _ran(self, records: list[KernelRecord], shard: int) -> dict[str, Any]:
         """Return the kernels that a shard ran; refuse it when they are no path, or not that of the other shards."""
@@ -331,11 +385,14 @@ class _Job:
 
         require_one_path(records, f"shard {shard}")
         here = {**self._context, "kernels": kernels(records, self._device)}
+        self._require_same(here)
+        self._paths_there, self._own = {here["kernels"]["path_id"]: here}, here
+        return {"kernels": here["kernels"], "accepted_path": self._kernels.accept_path}
+
+    def _require_same(self, here: dict[str, Any]) -> None:
         for path_id, there in self._paths_there.items():
             if path_id != here["kernels"]["path_id"]:
                 raise self._other_kernels(there, here)
-        self._paths_there = {here["kernels"]["path_id"]: here}
-        return {"kernels": here["kernels"], "accepted_path": self._kernels.accept_path}
 
     def _nothing_ran(self) -> dict[str, Any]:
         """Return what a shard records that has no sample, since none fitted into memory: the path it would have run."""
@@ -358,10 +415,10 @@ class _Job:
         if free_bytes(self._paths.root) < needed + _FREE_MARGIN_BYTES // 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk says so, in the middle of a shard
 
-    def _note(self, progress: Progress, done: int, total: int) -> str:
+    def _note(self, progress: Progress, total: int) -> str:
         rate = self._bytes / max(progress.elapsed_s, 1e-9)
         free = size(free_bytes(self._paths.root))
-        return f"{size(rate)}/s, {done}/{total} shards, {self._rejected} rejected, {free} free"
+        return f"{size(rate)}/s, {self._done}/{total} shards, {self._rejected} rejected, {free} free"
 
 
 class _Shard:

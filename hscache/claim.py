@@ -2,13 +2,18 @@
 
 ``manifest.json`` is written first and never changed. Whoever comes later must agree with it in all that decides the
 content; where target and corpus lie on a machine is compared by content instead.
+
+Any number of builders may work on one store. Each takes shards that no other is at (:class:`ShardClaims`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import hscache
@@ -87,6 +92,41 @@ def claim(paths: StorePaths, document: dict[str, Any], plan: Plan, staging: Path
     if not paths.plan.exists():
         replace_file(paths.plan, sealed_bytes(plan.table), staging)
     return digest
+
+
+class ShardClaims:
+    """Tells the builders of one store which shards the others are at, without a file of its own.
+
+    Byte k of ``manifest.json`` stands for shard k: whoever has it locked builds that shard. The locks belong to the
+    open file, so the kernel lets go of them with the process, however it ends. Where a file system knows no such locks,
+    or keeps them to one machine, two builders may make the same shard: the first one's stays, and both are equal.
+
+    Use as a context manager.
+    """
+
+    def __init__(self, manifest: Path) -> None:
+        """Args: manifest: The store's ``manifest.json``."""
+        self._file = os.open(manifest, os.O_RDWR | os.O_CLOEXEC)
+
+    def take(self, shard: int) -> bool:
+        """Return whether this builder may make a shard: no other one is at it."""
+        # struct flock: type, whence, start, length, process
+        lock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, shard, 1, 0)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
+        except (BlockingIOError, PermissionError):  # POSIX leaves open which of the two
+            return False
+        except OSError:
+            return True  # no locks here
+        return True
+
+    def __enter__(self) -> ShardClaims:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._file)
 
 
 def now() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from hscache.errors import EnvironmentFault
@@ -14,7 +15,8 @@ def pick_device(name: str | None = None) -> torch.device:
     """Return a device on which tensors can be made.
 
     Args:
-        name: As torch names it, such as ``cuda:0``; None for CUDA when there is one, else the CPU.
+        name: As torch names it, such as ``cuda:0``; None for CUDA when there is one, else the CPU. Of several CUDA
+            devices each of torchrun's or SLURM's processes on a machine gets its own.
 
     Raises:
         EnvironmentFault: ``device-missing``.
@@ -22,7 +24,10 @@ def pick_device(name: str | None = None) -> torch.device:
     import torch
 
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID"))
+        return torch.device("cuda" if local is None else f"cuda:{int(local) % torch.cuda.device_count()}")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)  # the only question that every kind of device answers

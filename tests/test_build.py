@@ -248,11 +248,14 @@ def test_the_first_interrupt_leaves_a_resumable_store_and_prints_the_command(
 
 def test_two_builders_on_one_store_give_what_one_gives(manifest_file: Path, reference: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    args = [*COMMAND, "build", str(manifest_file), "--out", str(store)]
-    pair = [subprocess.Popen(args, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    args = [*COMMAND, "build", str(manifest_file), "--out", str(store), "--json"]
+    pair = [subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    built = 0
     for process in pair:
-        _, log = process.communicate(timeout=240)
+        report, log = process.communicate(timeout=240)
         assert process.returncode == 0, log
+        built += json.loads(report)["built"]
+    assert built == len(committed_shards(reference)), "no shard is made twice"
     assert contents(store) == contents(reference)
     assert list((store / "staging").iterdir()) == []
     assert verify(store).ok

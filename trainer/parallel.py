@@ -59,10 +59,8 @@ class World:
             EnvironmentFault: ``device-missing``.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if device is None and torch.cuda.is_available():
-            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         chosen = pick_device(device)
-        if chosen.type == "cuda":
+        if chosen.index is not None and chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         if size > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
