@@ -373,7 +373,7 @@ class _Job:
             elif busy:
                 finish()
                 if not told:
-                    say(f"waiting for {len(busy)} shards that other builders of this store are at")
+                    say(f"waiting for other builders of this store, which are at {len(busy)} of its shards")
                 told = True
                 time.sleep(_LOOK_AGAIN_S)
                 left.extend(busy)  # whoever ended left them to us

@@ -167,6 +167,8 @@ def build(
 ) -> None:
     """Run the target over the corpus and write a store; run again to go on after a stop.
 
+    Several builders of one store share its shards, as many as there are GPUs: by hand, under torchrun or srun.
+
     Example: hscache build manifests/build/demo.toml --out runs/demo/store
     """
     from dataclasses import asdict

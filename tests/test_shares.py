@@ -99,7 +99,7 @@ def test_a_shard_that_a_builder_was_at_is_built_when_that_one_has_ended(
     when_waiting(monkeypatch, end)
     assert build(whole.manifest, store, device="cpu").built == 3
     assert others == [[1, 2]], "whoever waits has nothing of its own left to do"
-    assert "waiting for 1 shards that other builders of this store are at" in capsys.readouterr().err
+    assert "waiting for other builders of this store, which are at 1 of its shards" in capsys.readouterr().err
     assert contents(store) == contents(whole.store)
     assert load_index(store).equals(load_index(whole.store))
     assert list((store / "staging").iterdir()) == []
