@@ -16,7 +16,7 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 _BATCHES_IN_FLIGHT = 2
 _FREE_MARGIN_BYTES = 256 << 20
-_LOOK_AGAIN_S = 0.1
 PACKED = ("lz4", "zstd")
 _SMALLER = 'build elsewhere, with fewer taps (--set "states.taps=[...]"), or with --set store.codec=zstd'
 
@@ -323,7 +322,7 @@ class _Job:
             return True
 
         with ShardClaims(self._paths.manifest) as claims, ThreadPoolExecutor(1, "writer") as writer:
-            for shard in self._shares(todo, claims, made, lambda: collect(0)):
+            for shard in claims.shares(todo, made, self._stop, lambda: collect(0)):
                 self._require_room(shard)
                 forwards = capturer.forwards
                 work = _Shard(self._staging, self._manifest, self._paths.shard(shard))
@@ -345,39 +344,6 @@ class _Job:
                 collect(_BATCHES_IN_FLIGHT)
             collect(0)
         progress.close()
-
-    def _shares(
-        self, todo: list[int], claims: ShardClaims, made: Callable[[int], bool], finish: Callable[[], None]
-    ) -> Iterator[int]:
-        """Yield the shards that no other builder has made or is at; wait for those that one is at.
-
-        Args:
-            todo: Shards that were not there when this builder looked.
-            claims: What the builders are at.
-            made: Whether a shard is there; called until it is.
-            finish: Ends our own, before we wait for others that may wait for us.
-        """
-        left, busy, told = deque(todo), list[int](), False
-        while left or busy:
-            if self._stop:
-                raise Interrupted(self._stop[0])
-            busy = [shard for shard in busy if not made(shard)]
-            if left:
-                shard = left.popleft()
-                if made(shard):
-                    continue
-                if not claims.take(shard):
-                    busy.append(shard)
-                elif not made(shard):  # it may have been made just before
-                    yield shard
-            elif busy:
-                finish()
-                if not told:
-                    say(f"waiting for other builders of this store, which are at {len(busy)} of its shards")
-                told = True
-                time.sleep(_LOOK_AGAIN_S)
-                left.extend(busy)  # whoever ended left them to us
-                busy = []
 
     def _ran(self, records: list[KernelRecord], shard: int) -> dict[str, Any]:
         """Return the kernels that a shard ran; refuse it when they are no path, or not that of the other shards."""

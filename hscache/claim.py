@@ -3,7 +3,8 @@
 ``manifest.json`` is written first and never changed. Whoever comes later must agree with it in all that decides the
 content; where target and corpus lie on a machine is compared by content instead.
 
-Any number of builders may work on one store. Each takes shards that no other is at (:class:`ShardClaims`).
+Any number of builders may work on one store, or of conversions. Each takes shards that no other is at
+(:class:`ShardClaims`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import fcntl
 import os
 import struct
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import hscache
+from hscache.console import Interrupted, say
 from hscache.errors import ConflictError
 from hscache.manifest import BuildManifest
 from hscache.plan import Plan
@@ -25,6 +29,7 @@ from hscache.store.index import committed_shards, read_manifest, table_digest
 from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
 from hscache.store.sealed import sealed_bytes
 
+_LOOK_AGAIN_S = 0.1
 _NOT_IDENTITY = ("manifest.target.path", "manifest.corpus.path", "created", "digest")
 
 
@@ -119,6 +124,46 @@ class ShardClaims:
         except OSError:
             return True  # no locks here
         return True
+
+    def shares(
+        self,
+        todo: Iterable[int],
+        made: Callable[[int], bool],
+        stop: Sequence[int],
+        finish: Callable[[], object] = lambda: None,
+    ) -> Iterator[int]:
+        """Yield the shards that no other builder has made or is at; wait for those that one is at.
+
+        Args:
+            todo: Shards that were not there when this builder looked.
+            made: Whether a shard is there by now; not called again when it is.
+            stop: Signals that came.
+            finish: Ends what was begun, before we wait for others that may wait for us.
+
+        Raises:
+            Interrupted: After a signal.
+        """
+        left, busy, told = deque(todo), list[int](), False
+        while left or busy:
+            if stop:
+                raise Interrupted(stop[0])
+            busy = [shard for shard in busy if not made(shard)]
+            if left:
+                shard = left.popleft()
+                if made(shard):
+                    continue
+                if not self.take(shard):
+                    busy.append(shard)
+                elif not made(shard):  # it may have been made just before
+                    yield shard
+            elif busy:
+                finish()
+                if not told:
+                    say(f"waiting for others that write this store, and are at {len(busy)} of its shards")
+                told = True
+                time.sleep(_LOOK_AGAIN_S)
+                left.extend(busy)  # whoever ended left them to us
+                busy = []
 
     def __enter__(self) -> ShardClaims:
         return self

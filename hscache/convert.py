@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 import hscache
 from hscache.build import PACKED, require_space
 from hscache.checks import CodecError, Health, RowErrors, RowStats, compare_rows, kl_nats, reduce_rows, spread
-from hscache.claim import claim, now, refuse_foreign
+from hscache.claim import ShardClaims, claim, now, refuse_foreign
 from hscache.console import Interrupted, Progress, say, stop_on_signal
 from hscache.errors import ConfigError, InputError
 from hscache.manifest import BuildManifest, Codec, parse_manifest
@@ -131,14 +131,22 @@ def convert(source: Path, out: Path, change: Change) -> ConvertReport:
         hint = "convert to another disk, with fewer --taps, or to a smaller --codec"
         require_space(sum(map(job.bytes_needed, todo)) // (2 if manifest.store.codec in PACKED else 1), out, hint)
         _copy_target(source, out, staging.path)
-        progress = Progress("convert", sum(job.tokens(shard) for shard in todo), "tok")
-        for shard in todo:
-            job.convert(shard, paths.shard(shard), progress, stop)
+        progress, built = Progress("convert", sum(job.tokens(shard) for shard in todo), "tok"), 0
+
+        def made(shard: int) -> bool:
+            there = (paths.shard(shard) / "zarr.json").exists()
+            progress.advance(there * job.tokens(shard))
+            return there
+
+        with ShardClaims(paths.manifest) as claims:
+            for shard in claims.shares(todo, made, stop):
+                job.convert(shard, paths.shard(shard), progress, stop)
+                built += 1
         progress.close()
         index = finalize(out, staging.path)
     exact = coarsest_codec(store.manifest) == "raw" and job.to_scheme is None
     codecs = (store.manifest["manifest"]["store"]["codec"], manifest.store.codec)
-    report = ConvertReport(str(source), str(out), codecs, exact, len(planned), len(todo))
+    report = ConvertReport(str(source), str(out), codecs, exact, len(planned), built)
     report.samples = int(np.count_nonzero(index["status"].to_numpy(zero_copy_only=False) == "ok"))
     report.bytes_before, report.bytes = (_array_bytes(root) for root in (source, out))
     report.seconds = time.monotonic() - started

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,13 @@ from typing import Any
 import pytest
 from faults import contents, one_target, small_manifest
 
-import hscache.build as build_module
 from hscache import claim
 from hscache.build import build
 from hscache.claim import ShardClaims
 from hscache.console import Interrupted
+from hscache.convert import Change, convert
 from hscache.errors import ConflictError
-from hscache.manifest import BuildManifest
+from hscache.manifest import BuildManifest, to_toml
 from hscache.store.index import committed_shards, load_index, read_shard
 from hscache.store.layout import StorePaths, canonical_json, group_metadata
 from hscache.target.capture import Capturer
@@ -70,7 +71,7 @@ def when_waiting(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> 
         if len(waits) == 1:
             act()
 
-    monkeypatch.setattr(build_module.time, "sleep", sleep)
+    monkeypatch.setattr(claim.time, "sleep", sleep)
 
 
 def give(whole: Whole, store: Path, shard: int, **kernels: str) -> None:
@@ -99,7 +100,7 @@ def test_a_shard_that_a_builder_was_at_is_built_when_that_one_has_ended(
     when_waiting(monkeypatch, end)
     assert build(whole.manifest, store, device="cpu").built == 3
     assert others == [[1, 2]], "whoever waits has nothing of its own left to do"
-    assert "waiting for other builders of this store, which are at 1 of its shards" in capsys.readouterr().err
+    assert "waiting for others that write this store, and are at 1 of its shards" in capsys.readouterr().err
     assert contents(store) == contents(whole.store)
     assert load_index(store).equals(load_index(whole.store))
     assert list((store / "staging").iterdir()) == []
@@ -188,3 +189,42 @@ def test_without_locks_a_builder_makes_what_it_needs(
     store = whole.begun(tmp_path / "store")
     assert build(whole.manifest, store, device="cpu").built == 3
     assert contents(store) == contents(whole.store)
+
+
+def test_conversions_share_shards_too(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, store = tmp_path / "alone", tmp_path / "store"
+    assert convert(whole.store, alone, Change("zstd")).built == 3
+    Whole(whole.manifest, alone).begun(store)
+    other = ShardClaims(StorePaths(store).manifest)
+    assert other.take(0)
+    assert other.take(1)
+
+    def end() -> None:
+        give(Whole(whole.manifest, alone), store, 1)
+        other.__exit__(None, None, None)
+
+    when_waiting(monkeypatch, end)
+    assert convert(whole.store, store, Change("zstd")).built == 2
+    assert contents(store) == contents(alone)
+    assert verify(store).ok
+
+
+def test_whoever_is_left_makes_what_a_killed_builder_was_at(tmp_path: Path) -> None:
+    manifest, store = small_manifest(tmp_path, rows=24), tmp_path / "store"
+    (tmp_path / "manifest.toml").write_text(to_toml(manifest))
+    command = [sys.executable, "-c", "from hscache.cli import main; main()", "build", str(tmp_path / "manifest.toml")]
+    killed, left = (
+        subprocess.Popen([*command, "--out", str(store), "--device", "cpu"], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    )
+    while len(committed_shards(store)) < 3 and left.poll() is None:
+        time.sleep(0.002)
+    killed.kill()
+    assert left.wait(timeout=200) == 0, left.communicate()[1]
+    killed.communicate()
+    left.communicate()
+    build(manifest, tmp_path / "alone", device="cpu")
+    assert contents(store) == contents(tmp_path / "alone")
+    assert build(manifest, store, device="cpu").built == 0  # and sweeps what the dead one left
+    assert list((store / "staging").iterdir()) == []
+    assert verify(store).ok
