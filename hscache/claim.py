@@ -119,10 +119,10 @@ class ShardClaims:
         lock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, shard, 1, 0)
         try:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
-        except (BlockingIOError, PermissionError):  # POSIX leaves open which of the two
+        except BlockingIOError:
             return False
         except OSError:
-            return True  # no locks here
+            return True  # no locks here, and to wait for them would be for ever
         return True
 
     def shares(

@@ -179,11 +179,12 @@ def test_a_claim_is_one_builders_and_ends_with_it(tmp_path: Path) -> None:
     assert path.read_bytes() == b"{}"
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES])
 def test_without_locks_a_builder_makes_what_it_needs(
-    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def none(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(claim.fcntl, "fcntl", none)
     store = whole.begun(tmp_path / "store")
