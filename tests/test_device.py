@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hscache.device import pick_device
+from hscache.errors import EnvironmentFault
 from trainer.parallel import World
 
 
@@ -17,28 +18,47 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: None)
     return chosen
 
 
-@pytest.mark.parametrize(("name", "index"), [("LOCAL_RANK", 3), ("SLURM_LOCALID", 2), ("SLURM_LOCALID", 6)])
+@pytest.mark.parametrize(("name", "number"), [("LOCAL_RANK", 3), ("SLURM_LOCALID", 2), ("SLURM_LOCALID", 6)])
+@pytest.mark.parametrize("asked", [None, "cuda"])
 def test_each_process_on_a_machine_gets_its_own(
-    four_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, name: str, index: int
+    four_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, name: str, number: int, asked: str | None
 ) -> None:
-    monkeypatch.setenv(name, str(index))
-    assert pick_device() == torch.device("cuda", index % 4)
-    assert World.join().device == torch.device("cuda", index % 4)
-    assert four_gpus == [torch.device("cuda", index % 4)]
-    assert pick_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv(name, str(number))
+    own = torch.device("cuda", number % 4)
+    assert pick_device(asked) == own
+    assert World.join(asked).device == own
+    assert four_gpus == [own, own], "Triton's kernels run on the current device"
 
 
-def test_a_process_alone_takes_the_current_one(four_gpus: list[torch.device]) -> None:
-    assert pick_device() == torch.device("cuda")
-    assert World.join().device == torch.device("cuda")
-    assert not four_gpus, "torch refuses to make a device without a number the current one"
-
-
-def test_without_cuda_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_names_a_number_gets_it(four_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("cuda:2") == torch.device("cuda:2")
+    assert pick_device("cpu") == torch.device("cpu")
+    assert four_gpus == [torch.device("cuda:2")]
+
+
+@pytest.mark.parametrize("asked", [None, "cuda"])
+def test_a_process_alone_takes_the_current_one(four_gpus: list[torch.device], asked: str | None) -> None:
+    assert pick_device(asked) == torch.device("cuda:1")
+    assert World.join(asked).device == torch.device("cuda:1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA")
+@pytest.mark.parametrize("local", [None, "3"])
+@pytest.mark.parametrize("asked", ["cuda", "cuda:0"])
+def test_without_cuda_it_is_the_cpu_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, local: str | None, asked: str
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
     assert pick_device() == torch.device("cpu")
+    with pytest.raises(EnvironmentFault) as caught:
+        pick_device(asked)
+    assert caught.value.code == "device-missing"

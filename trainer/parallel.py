@@ -60,8 +60,6 @@ class World:
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         chosen = pick_device(device)
-        if chosen.index is not None and chosen.type == "cuda":
-            torch.cuda.set_device(chosen)
         if size > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
         return World(rank, size, chosen)
