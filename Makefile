@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # a file of tests, with its fixtures, stays in one process
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install assets demo demo-smollm2 test lint types check crash mutate fla oracle clean
