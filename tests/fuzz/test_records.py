@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
+import operator
 import resource
 import shutil
 import time
@@ -220,6 +222,17 @@ def test_every_missing_key_gives_errors_of_ours(victims: Victims, name: str, cod
             continue
         with victims.changed(codec, name, seal(change(body, place, None, remove=True))) as root:
             check(root, must_be_seen=False)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_number_made_zero_gives_errors_of_ours(victims: Victims, name: str, codec: str) -> None:
+    load, seal = RECORDS[name]
+    body = load(victims.good[codec, name])
+    for place in places(body):
+        if type(functools.reduce(operator.getitem, place, body)) in (int, float):
+            with victims.changed(codec, name, seal(change(body, place, 0, remove=False))) as root:
+                check(root, must_be_seen=False)
 
 
 @pytest.mark.parametrize("name", RECORDS)
