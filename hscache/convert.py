@@ -134,9 +134,10 @@ def convert(source: Path, out: Path, change: Change) -> ConvertReport:
         progress, built = Progress("convert", sum(job.tokens(shard) for shard in todo), "tok"), 0
 
         def made(shard: int) -> bool:
-            there = (paths.shard(shard) / "zarr.json").exists()
-            progress.advance(there * job.tokens(shard))
-            return there
+            if not (paths.shard(shard) / "zarr.json").exists():
+                return False
+            progress.advance(job.tokens(shard))
+            return True
 
         with ShardClaims(paths.manifest) as claims:
             for shard in claims.shares(todo, made, stop):

@@ -101,7 +101,7 @@ def print_plan(plan: dict[str, Any], manifest: BuildManifest, out: Path) -> None
 def print_build(report: BuildReport) -> None:
     """Print what a build did."""
     rejected = sum(report.rejected.values())
-    what = f"{report.built} shards built" if report.built else "nothing to do, every shard was there"
+    what = f"{report.built} shards built" if report.built else "nothing left to build, every shard is there"
     rate = f", {report.tokens / report.capture_seconds:,.0f} tokens/s" if report.built == report.shards else ""
     say(f"{report.store}: {what} in {duration(report.seconds)}{rate}")
     say(
@@ -114,7 +114,7 @@ def print_build(report: BuildReport) -> None:
 
 def print_convert(report: ConvertReport) -> None:
     """Print what a conversion did."""
-    what = f"{report.built} shards converted" if report.built else "nothing to do, every shard was there"
+    what = f"{report.built} shards converted" if report.built else "nothing left to convert, every shard is there"
     say(f"{report.store}: {what} in {duration(report.seconds)}")
     kept = "states bit by bit those of the source" if report.exact else "hscache info shows the error of the codec"
     say(

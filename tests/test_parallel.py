@@ -311,7 +311,7 @@ world.leave()
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_rank_whose_last_act_is_a_collective_is_not_aborted(attempt: int) -> None:
-    """Without the pause in World.leave about half of such ranks were."""
+    """Without the pause in World.leave most of these runs see one that is."""
     assert two_processes("-c", LAST) == [(0, "", "")] * 2
 
 
