@@ -27,6 +27,7 @@ from hscache.checks import CodecError, Health
 from hscache.claim import ShardClaims, claim, now, refuse_foreign, store_document
 from hscache.console import Interrupted, Progress, say, size, stop_on_signal
 from hscache.corpus.readers import read_corpus
+from hscache.device import pick_device, pick_dtype
 from hscache.errors import ConflictError, EnvironmentFault
 from hscache.manifest import BuildManifest
 from hscache.plan import CorpusRow, Plan, array_bytes, make_plan, manifest_specs
@@ -34,7 +35,7 @@ from hscache.spool import Spool, SpoolWriter
 from hscache.store import lossy
 from hscache.store.durable import Staging, disk_errors
 from hscache.store.head import write_target
-from hscache.store.index import committed_shards, finalize, read_shard
+from hscache.store.index import committed_shards, finalize, read_manifest, read_shard
 from hscache.store.layout import StorePaths
 from hscache.store.shard_writer import ShardWriter
 from hscache.target.facts import file_digests, read_shape, resolve_path, resolve_taps, tokenizer_files
@@ -123,6 +124,7 @@ def build(
     manifest = resolve_taps(manifest, shape)
     paths = StorePaths(out)
     refuse_foreign(out)
+    manifest = _with_dtype(manifest, paths, device)
     with disk_errors(out), Staging(paths.staging) as staging, stop_on_signal() as stop:
         with SpoolWriter(staging.path / "corpus.arrow") as sink:
             rows = _until_stopped(read_corpus(Path(manifest.corpus.path).expanduser()), stop)
@@ -146,6 +148,17 @@ def build(
     _fill_report(report, index, paths)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _with_dtype(manifest: BuildManifest, paths: StorePaths, device: str | None) -> BuildManifest:
+    """Return a manifest whose ``target.dtype``, where it is ``auto``, is the store's, or suits the device."""
+    if manifest.target.dtype != "auto":
+        return manifest
+    if paths.manifest.exists():
+        dtype = read_manifest(paths.root)["manifest"]["target"]["dtype"]
+    else:
+        dtype = pick_dtype("auto", pick_device(device))
+    return manifest.model_copy(update={"target": manifest.target.model_copy(update={"dtype": dtype})})
 
 
 def _set_strays_aside(paths: StorePaths, staging: Path) -> None:
@@ -232,7 +245,6 @@ class _Job:
     def run(self, todo: list[int], directory: Path, device: str | None) -> float:
         """Load the target and capture; return seconds from the first forward batch to the last commit."""
         # here, since planning and resuming a finished store need no torch
-        from hscache.device import pick_device
         from hscache.target.capture import Capturer
         from hscache.target.kernels import observe_kernels
         from hscache.target.loading import load_target

@@ -30,6 +30,11 @@ StoreArgument = Annotated[Path, typer.Argument(help="Store directory.")]
 TargetOption = Annotated[Path, typer.Option("--target", help="Checkpoint directory of the target.")]
 Output = Annotated[Path, typer.Option("--out", "-o", help="Corpus to write (parquet).")]
 
+DtypeOption = Annotated[
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option("--dtype", help="Precision of the target; auto: bfloat16 where the device has it in hardware."),
+]
+
 EXIT_FINDINGS = 1
 
 
@@ -86,7 +91,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first N prompts of each file.")] = None,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
+    dtype: DtypeOption = "auto",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     json: Json = False,
 ) -> None:

@@ -66,8 +66,11 @@ class TargetSpec(Section):
     """Checkpoint directory (``~`` is expanded) or hub id."""
     revision: str | None = None
     """Commit of the hub repository; ignored for a directory."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of the forward pass. States are stored as bf16 either way."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of the forward pass; ``auto`` is bfloat16 where the device has it in hardware, else float32.
+
+    The store records which. States are stored as bf16 either way.
+    """
     attn_implementation: str = "sdpa"
     """As transformers names it: ``sdpa``, ``eager``, ``flash_attention_2``, ..."""
     shape: TargetShape | None = None

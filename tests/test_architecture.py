@@ -35,7 +35,8 @@ LEVELS = [
     {"hscache.spool"},
     {"hscache.plan", "hscache.checks"},
     {"hscache.store", "hscache.manifest"},
-    {"hscache.console", "hscache.device"},
+    {"hscache.device"},
+    {"hscache.console"},
     {"hscache.errors"},
     {"hscache"},  # the version
 ]

@@ -24,17 +24,20 @@ from typer.testing import CliRunner
 
 import hscache
 import hscache.build as build_module
+import hscache.device
 from hscache.build import build
 from hscache.cli import app
 from hscache.errors import ConfigError, ConflictError, EnvironmentFault, IntegrityError
+from hscache.manifest import load_manifest
 from hscache.repair import repair
 from hscache.store import shard_writer
-from hscache.store.index import committed_shards, load_index, read_shard
+from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
 from hscache.store.layout import StorePaths, canonical_json, group_metadata
 from hscache.store.shard_writer import ShardWriter
 from hscache.target.capture import Capturer
 from hscache.verify import verify
 from tests.conftest import DATA, SMOLLM2, TINY_HYBRID, smollm2_manifest
+from tests.six_samples import six_samples
 
 COMMAND = [sys.executable, "-c", "from hscache.cli import main; main()"]
 
@@ -455,3 +458,17 @@ def test_more_logits_than_the_vocabulary_has_are_refused_before_anything_is_writ
         build(manifest, tmp_path / "store")
     assert (caught.value.code, "2048" in caught.value.message) == ("manifest-value", True)
     assert not (tmp_path / "store").exists()
+
+
+def test_a_store_keeps_the_precision_that_its_machine_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = load_manifest(six_samples("qwen3_5", tmp_path), ["target.dtype=auto"])
+    monkeypatch.setattr(hscache.device, "fast_bf16", lambda kind: False)
+    build(manifest, tmp_path / "auto")
+    before = contents(tmp_path / "auto")
+    shutil.rmtree(tmp_path / "auto/shards/00001.zarr")
+    monkeypatch.setattr(hscache.device, "fast_bf16", lambda kind: True)  # another machine finishes it
+    assert build(manifest, tmp_path / "auto").built == 1
+    assert contents(tmp_path / "auto") == before
+    assert read_manifest(tmp_path / "auto")["manifest"]["target"]["dtype"] == "float32"
+    build(manifest, tmp_path / "fast")
+    assert read_manifest(tmp_path / "fast")["manifest"]["target"]["dtype"] == "bfloat16"

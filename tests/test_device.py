@@ -1,11 +1,17 @@
-"""Where things are computed."""
+"""Where things are computed, and in which precision."""
 
 from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from hscache.device import pick_device
+import hscache.device
+from hscache.device import fast_bf16, pick_device, pick_dtype
 from hscache.errors import EnvironmentFault
 from trainer.parallel import World
 
@@ -62,3 +68,28 @@ def test_without_cuda_it_is_the_cpu_unless_it_was_asked_for(
     with pytest.raises(EnvironmentFault) as caught:
         pick_device(asked)
     assert caught.value.code == "device-missing"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_is_bfloat16_where_its_products_are_fast(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fast: bool
+) -> None:
+    monkeypatch.setattr(hscache.device, "fast_bf16", lambda kind: fast)
+    assert pick_dtype("auto", torch.device("cpu")) == ("bfloat16" if fast else "float32")
+    assert ("float32" in capsys.readouterr().err) is not fast, "said in one line, where the machine decides"
+    assert pick_dtype("bfloat16", torch.device("cpu")) == "bfloat16", "what is asked for is done"
+    assert pick_dtype("float32", torch.device("cpu")) == "float32"
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the limits are those of x86 CPUs")
+def test_a_cpu_without_bf16_units_is_recognised() -> None:
+    code = "from hscache.device import fast_bf16; print(fast_bf16('cpu'))"
+    limited = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    answer = subprocess.run([sys.executable, "-c", code], env=limited, capture_output=True, text=True, check=True)
+    assert answer.stdout == "False\n"
+
+
+def test_a_cpu_is_timed_once() -> None:
+    fast_bf16.cache_clear()
+    assert fast_bf16("cpu") is fast_bf16("cpu")
+    assert fast_bf16.cache_info().misses == 1

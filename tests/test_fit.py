@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import hscache
+import hscache.device
 from hscache.console import Interrupted
 from hscache.errors import ConflictError, InputError
 from tests.hybrid import DRAFTER, Hybrid
@@ -476,3 +477,20 @@ def test_learning_rates_follow_their_schedules() -> None:
     wsd = rates(schedule="wsd", warmup=0.1)
     assert wsd[:82][10:] == [1.0] * 72
     assert wsd[91] == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_run_keeps_the_precision_that_its_machine_chose(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = manifest(run={"precision": "auto"})
+    monkeypatch.setattr(hscache.device, "fast_bf16", lambda kind: False)
+    with during_step(2, terminate), pytest.raises(Interrupted):
+        run(little, tmp_path / "run", one)
+    monkeypatch.setattr(hscache.device, "fast_bf16", lambda kind: True)  # it goes on where bf16 is fast
+    run(little, tmp_path / "run", one)
+    run(little, tmp_path / "whole", manifest(run={"precision": "fp32"}))
+    assert same_checkpoint(last(tmp_path / "run"), last(tmp_path / "whole"))
+    assert run_folder.recorded_precision(RunPaths(tmp_path / "run")) == "fp32"
+    run(little, tmp_path / "fast", one)
+    assert run_folder.recorded_precision(RunPaths(tmp_path / "fast")) == "bf16"
+    assert not same_checkpoint(last(tmp_path / "fast"), last(tmp_path / "whole"))

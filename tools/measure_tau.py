@@ -76,9 +76,8 @@ def one_run(args: argparse.Namespace, store: Path, run: Path, seed: int) -> dict
     from trainer.data import split
 
     held = split(clean, manifest.data.validation)[1][: args.samples]
-    head = Head(load_head(args.store / "target"), "cpu", torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        scored = summarise(score_store(drafter, head, clean, held))
+    head = Head(load_head(args.store / "target"), "cpu", torch.float32)
+    scored = summarise(score_store(drafter, head, clean, held))
     losses = [record["loss"] for record in read_metrics(run)[0]]
     return {**{name: scored[name] for name in FIGURES}, "samples": scored["samples"], "losses": losses, "seed": seed}
 

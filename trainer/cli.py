@@ -44,6 +44,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Run, checkpoint, or released drafter.")]
 Plot = Annotated[Path | None, typer.Option(help="Picture to write.", callback=_picture)]
 Figures = Annotated[Path | None, typer.Option("--out", "-o", help="File for all figures, as JSON.")]
+DtypeOption = Annotated[
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option("--dtype", help="Precision of the target; auto: bfloat16 where the device has it in hardware."),
+]
 StoreOption = Annotated[Path, typer.Option("--store", help="Store: for the target's embedding and head.")]
 
 
@@ -211,7 +215,7 @@ def speculate(
         ),
     ] = None,
     reference_model: Annotated[str | None, typer.Option(help="As that server names it; default: its only one.")] = None,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
+    dtype: DtypeOption = "auto",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     allow_fallback: Annotated[
         bool, typer.Option("--allow-fallback", help="Let torch references run on a GPU.")
@@ -309,7 +313,7 @@ def doctor(
     checkpoint: Checkpoint,
     store: StoreOption,
     target: Annotated[str | None, typer.Option("--target", help="Live target to compare with, too.")] = None,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Precision of the target.")] = "bfloat16",
+    dtype: DtypeOption = "auto",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     json: Json = False,
 ) -> None:

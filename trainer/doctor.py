@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import hscache
 from hscache.console import table
+from hscache.device import Dtype
 from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
 from hscache.store.lossy import WORST_COSINE
@@ -78,7 +79,7 @@ def diagnose(
     store_path: Path,
     *,
     target: str | None = None,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    dtype: Dtype = "auto",
     device: str | None = None,
 ) -> list[Fact]:
     """Return the facts of a drafter, the store that it is evaluated on, and a live target.
@@ -87,7 +88,7 @@ def diagnose(
         checkpoint: As :func:`trainer.importer.open_drafter` takes it.
         store_path: Store.
         target: Checkpoint directory or hub id of the live target; None to leave it out.
-        dtype: Precision of the live target.
+        dtype: Precision of the live target, as :func:`hscache.device.pick_dtype` takes it.
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
     Raises:
@@ -141,9 +142,7 @@ def to_json(facts: list[Fact]) -> list[dict[str, Any]]:
     return [{**asdict(fact), "effect": EFFECTS[fact.name]} for fact in facts]
 
 
-def _live(
-    target: str, store: Store, taps: tuple[int, ...], dtype: Literal["bfloat16", "float32"], device: str | None
-) -> dict[str, Any]:
+def _live(target: str, store: Store, taps: tuple[int, ...], dtype: Dtype, device: str | None) -> dict[str, Any]:
     """Return the live target's facts, and how far its states of a stored sample are from the stored ones."""
     from trainer.live_target import file_facts, kernel_fallback, kernel_path, open_target, target_shape
 
@@ -156,7 +155,7 @@ def _live(
             "norm_kind": live.loaded.norm_kind,
             "head": live.loaded.report["head"],
             "embed_scale": live.loaded.embed_scale or 1.0,
-            "dtype": dtype,
+            "dtype": live.dtype,
             "kernel_path": None,
             "apart": ("", False),
         }

@@ -21,10 +21,10 @@ from trainer import checkpoint as ckpt
 from trainer import run_folder
 from trainer.data import Pack
 from trainer.evaluate import score_store
-from trainer.manifest import TrainManifest
+from trainer.manifest import TrainManifest, with_precision
 from trainer.parallel import World, optimizer_tensors, restore_optimizers, whole_tensors
 from trainer.progress import Board, Log
-from trainer.step import Trainer
+from trainer.step import Trainer, settled
 
 _OVERFIT_EVERY = 10
 _EXPLODED = 4.0
@@ -101,10 +101,17 @@ def fit(
     world = World.join(device)
     try:
         with stop_on_signal() as stop:
-            run = world.together(lambda: _Run(Trainer(manifest, store_path, world, overfit=overfit), out, stop))
+            chosen = with_precision(manifest, world.on_main(lambda: _precision(manifest, out, world.device)))
+            run = world.together(lambda: _Run(Trainer(chosen, store_path, world, overfit=overfit), out, stop))
             return run.go(tensorboard=tensorboard)
     finally:
         world.leave()
+
+
+def _precision(manifest: TrainManifest, out: Path, device: torch.device) -> str:
+    """Return the precision of a run: what it began with, else what the manifest says or the device suits."""
+    begun = run_folder.recorded_precision(run_folder.RunPaths(out)) if manifest.run.precision == "auto" else None
+    return begun or settled(manifest, device).run.precision
 
 
 class _Run:

@@ -26,14 +26,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hscache.corpus.generate import Prompt, Sampling, read_prompts
 from hscache.corpus.masks import load_tokenizer
-from hscache.device import pick_device
+from hscache.device import Dtype, pick_device
 from hscache.errors import ConfigError, EnvironmentFault
 from hscache.manifest import TargetShape, TargetSpec
 from hscache.target.facts import file_digests, read_shape, resolve_path
@@ -104,6 +104,8 @@ class LiveTarget:
         """transformers' cache of the text so far; None before a prompt."""
         self.length = 0
         """Tokens in the cache."""
+        self.dtype = str(loaded.dtype).removeprefix("torch.")
+        """Precision of the forward pass, such as ``bfloat16``."""
         parameters = inspect.signature(loaded.backbone.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._mixers = _mixers(loaded.model)
@@ -284,7 +286,7 @@ def open_target(
     path: str,
     taps: Sequence[int],
     *,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    dtype: Dtype = "auto",
     attn_implementation: str = "sdpa",
     device: str | None = None,
     allow_fallback: bool = False,
@@ -294,7 +296,7 @@ def open_target(
     Args:
         path: Checkpoint directory or hub id.
         taps: 0-based decoder blocks whose outputs the drafter reads.
-        dtype: ``bfloat16`` or ``float32``.
+        dtype: Precision; ``auto`` is bfloat16 where the device has it, else float32.
         attn_implementation: As transformers names it. Trees are masked with ``sdpa`` and ``eager`` alone.
         device: Such as ``cuda:0``; None for CUDA if there is one.
         allow_fallback: Run torch references on a GPU where kernels exist.

@@ -117,8 +117,9 @@ class RunSpec(Section):
 
     seed: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
     """Of weights, order and anchors."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Of matrix products; weights and optimizer are float32 in either case."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of matrix products; ``auto`` is bf16 where the device has it in hardware, else fp32; a run keeps what it
+    began with. Weights and optimizer state are float32 in either case."""
     log_every: Count = 10
     """Steps between lines."""
     validate_every: Count = 200
@@ -148,6 +149,18 @@ class TrainManifest(Section):
     def gamma(self) -> float:
         """Decay of the slot weights."""
         return self.loss.gamma or default_gamma(self.drafter.block_size)
+
+
+def with_precision(manifest: TrainManifest, precision: str) -> TrainManifest:
+    """Return a manifest whose ``run.precision`` is settled, unless it was not ``auto``.
+
+    Args:
+        manifest: What is trained.
+        precision: ``bf16`` or ``fp32``.
+    """
+    if manifest.run.precision != "auto":
+        return manifest
+    return manifest.model_copy(update={"run": manifest.run.model_copy(update={"precision": precision})})
 
 
 def load_train_manifest(path: Path, overrides: Sequence[str] = ()) -> TrainManifest:

@@ -155,6 +155,21 @@ def claim_run(paths: RunPaths, document: dict[str, Any]) -> dict[str, Any]:
     return before
 
 
+def recorded_precision(paths: RunPaths) -> str | None:
+    """Return ``run.precision`` of a run that was begun, None before.
+
+    Raises:
+        IntegrityError: ``checkpoint-damaged`` for a record that is none.
+    """
+    if not paths.manifest.exists():
+        return None
+    hint = "put it back, or take another --out"
+    try:
+        return str(_record(paths.manifest, hint)["manifest"]["run"]["precision"])
+    except (KeyError, TypeError) as error:
+        raise IntegrityError("checkpoint-damaged", f"{paths.manifest}: {error!r}", hint=hint) from error
+
+
 def keep_best(paths: RunPaths, step: int, tau: float) -> bool:
     """Record a validation; return whether it is the best so far.
 

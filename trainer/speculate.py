@@ -19,12 +19,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hscache.console import Progress, facts, say
+from hscache.device import Dtype
 from hscache.errors import ConfigError, ConflictError, InputError
 from hscache.store.head import TargetHead
 from trainer.decode import Decoded, Draft, decode
@@ -60,7 +61,7 @@ def speculate_prompts(
     limit: int | None = None,
     plain: bool = True,
     reference: Server | None = None,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    dtype: Dtype = "auto",
     attn_implementation: str = "sdpa",
     device: str | None = None,
     allow_fallback: bool = False,
@@ -78,7 +79,7 @@ def speculate_prompts(
         limit: First N prompts of each file.
         plain: Decode without the drafter too.
         reference: Serving engine whose greedy texts are scored too.
-        dtype: Precision of the target.
+        dtype: Precision of the target; ``auto`` is bfloat16 where the device has it, else float32.
         attn_implementation: Of the target, as transformers names it.
         device: Such as ``cuda:0``; None for CUDA if there is one.
         allow_fallback: Decode on a GPU without the kernels that exist for the target, too.
@@ -125,7 +126,7 @@ def speculate_prompts(
             peer = decode(live, prompt.ids, seeded) if plain else None
             apart = None
             if greedy and peer is not None:
-                apart = difference(drafted, peer, partial(_alone, live, prompt.ids), dtype)
+                apart = difference(drafted, peer, partial(_alone, live, prompt.ids), live.dtype)
             entry = _entry(prompt, drafted, peer, apart, greedy=greedy)
             if (text := texts[place]) is not None:
                 scored = score_reference(live, drafter, draft, prompt, text, peer or drafted, tree_size)
@@ -138,7 +139,7 @@ def speculate_prompts(
         return {
             "target": target,
             "device": str(live.device),
-            "dtype": dtype,
+            "dtype": live.dtype,
             "kernels": kernel_path(observation),
             "kernel_fallback": fallback,
             "sampling": dataclasses.asdict(sampling),
@@ -184,7 +185,7 @@ def check_same_target(live: LiveTarget, drafter: Drafter, head: TargetHead) -> N
 
 
 def difference(
-    drafted: Decoded, peer: Decoded, alone: Callable[[list[int]], Tensor], dtype: Literal["bfloat16", "float32"]
+    drafted: Decoded, peer: Decoded, alone: Callable[[list[int]], Tensor], dtype: str
 ) -> dict[str, Any] | None:
     """Return where two greedy completions of one prompt part first, or None where they do not.
 

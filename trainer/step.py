@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import hscache
+from hscache.device import pick_dtype
 from hscache.errors import InputError
 from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
@@ -27,7 +28,7 @@ from trainer.drafter import Drafter, block_inputs, initialise
 from trainer.evaluate import by_tag, score_store, summarise
 from trainer.importer import open_drafter
 from trainer.losses import NEEDS, BlockLoss, Head, head_loss, logit_std
-from trainer.manifest import TrainManifest, check_start, drafter_in
+from trainer.manifest import TrainManifest, check_start, drafter_in, with_precision
 from trainer.masks import Backend
 from trainer.optim import learning_rate, make_optimizers, scale_and_clip, set_learning_rate
 from trainer.parallel import World, accumulating, distribute
@@ -46,7 +47,8 @@ class Trainer:
     """
 
     def __init__(self, manifest: TrainManifest, store_path: Path, world: World, *, overfit: int = 0) -> None:
-        self.manifest, self.world, self.overfit = manifest, world, overfit
+        self.world, self.overfit = world, overfit
+        self.manifest = manifest = settled(manifest, world.device)
         self.store: Store = hscache.open(store_path)
         if not self.store.complete:
             raise InputError(
@@ -235,6 +237,13 @@ def _counts(result: BlockLoss, bad: int) -> Tensor:
     head = [result.loss_sum.detach(), result.weight_sum, trained_NK.any(1).sum()]
     head += [torch.tensor(bad, device=right_NK.device), right_NK.cumprod(1).sum()]
     return torch.cat((torch.stack([x.double() for x in head]), right_NK.sum(0).double(), trained_NK.sum(0).double()))
+
+
+def settled(manifest: TrainManifest, device: torch.device) -> TrainManifest:
+    """Return a manifest whose precision, where it is ``auto``, is the one that suits the device."""
+    if manifest.run.precision != "auto":
+        return manifest
+    return with_precision(manifest, {"bfloat16": "bf16", "float32": "fp32"}[pick_dtype("auto", device)])
 
 
 def _pack_shape(manifest: TrainManifest, store: Store, taps: tuple[int, ...]) -> PackShape:

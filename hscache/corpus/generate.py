@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hscache.console import Interrupted, Progress, say, stop_on_signal
 from hscache.corpus.masks import (
@@ -31,9 +31,13 @@ from hscache.corpus.masks import (
     text_messages,
 )
 from hscache.corpus.writer import CorpusReport, CorpusWriter, Journal, journal_path
+from hscache.device import Dtype, pick_device, pick_dtype
 from hscache.errors import EnvironmentFault
 from hscache.store.durable import disk_errors
 from hscache.target.facts import file_digests
+
+if TYPE_CHECKING:
+    import torch
 
 REASONS: dict[str, str] = {
     "bad-json": "the line is not a JSON object",
@@ -101,7 +105,7 @@ def generate_corpus(
     raw: bool = False,
     batch_size: int = 32,
     limit: int | None = None,
-    dtype: str = "bfloat16",
+    dtype: Dtype = "auto",
     device: str | None = None,
 ) -> CorpusReport:
     """Let the target complete prompts and write the corpus, or finish one that was begun.
@@ -114,7 +118,7 @@ def generate_corpus(
         raw: Continue texts as they are, without the chat template.
         batch_size: Prompts decoded together.
         limit: First N prompts of each file.
-        dtype: ``bfloat16`` or ``float32``.
+        dtype: Precision of the target; ``auto`` is bfloat16 where the device has it, else float32.
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
     Raises:
@@ -131,11 +135,13 @@ def generate_corpus(
         ready = _fitting(rows, target, sampling, writer.reject, stop)
         if not ready:
             return writer.report
-        settings = _settings(ready, target, sampling, batch_size, dtype, device)
+        where = pick_device(device)
+        precision = pick_dtype(dtype, where)
+        settings = _settings(ready, target, sampling, batch_size, precision, where)
         with Journal(journal_path(out), settings) as journal:
             n_tokens = sum(len(prompt.ids) for prompt in ready)
-            say(f"{len(ready)} prompts, {n_tokens:,} tokens; loading {target.name} ({dtype})")
-            decoder = _Decoder(target, tokenizer, sampling, dtype, device)
+            say(f"{len(ready)} prompts, {n_tokens:,} tokens; loading {target.name} ({precision})")
+            decoder = _Decoder(target, tokenizer, sampling, precision, where)
             batches = list(_batches([len(prompt.ids) for prompt in ready], batch_size))
             _complete(decoder, ready, batches, journal, stop)
             for i, completion in _in_order(batches, journal.read()):
@@ -174,11 +180,9 @@ def _max_positions(target: Path) -> int:
 
 
 def _settings(
-    ready: list[Prompt], target: Path, sampling: Sampling, batch_size: int, dtype: str, device: str | None
+    ready: list[Prompt], target: Path, sampling: Sampling, batch_size: int, dtype: str, device: torch.device
 ) -> dict[str, Any]:
     """Return what decides the completions, as a journal begins with it."""
-    from hscache.device import pick_device
-
     prompts = hashlib.sha256()
     for prompt in ready:
         prompts.update(json.dumps(list(asdict(prompt).values())).encode())
@@ -192,7 +196,7 @@ def _settings(
         **asdict(sampling),
         "batch_size": batch_size,
         "dtype": dtype,
-        "device": pick_device(device).type,
+        "device": device.type,
         **{name: digest for files in digests.values() for name, digest in files.items()},
     }
 
@@ -240,14 +244,13 @@ def _write(writer: CorpusWriter, prompt: Prompt, completion: list[int], eos_ids:
 
 
 class _Decoder:
-    def __init__(self, target: Path, tokenizer: Any, sampling: Sampling, dtype: str, device: str | None) -> None:
+    def __init__(self, target: Path, tokenizer: Any, sampling: Sampling, dtype: str, device: torch.device) -> None:
         import torch
         import transformers
 
-        from hscache.device import pick_device
         from hscache.target.loading import load_model
 
-        model: Any = load_model(target, getattr(torch, dtype))[0].to(pick_device(device))
+        model: Any = load_model(target, getattr(torch, dtype))[0].to(device)
         self._model, self._device, self._seed, self._torch = model, model.device, sampling.seed, torch
         theirs = model.generation_config
         eos = theirs.eos_token_id

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hscache.console import say
+from hscache.device import pick_dtype
 from hscache.errors import EnvironmentFault
 from hscache.manifest import TargetShape, TargetSpec
 from hscache.target.kernels import Force, observe_kernels, planned_records
@@ -106,7 +107,7 @@ def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: t
     Raises:
         EnvironmentFault: ``target-keys``, ``target-structure``, ``target-head``, ``target-missing``.
     """
-    dtype = getattr(torch, spec.dtype)
+    dtype = getattr(torch, pick_dtype(spec.dtype, device))
     model: Any
     model, info = load_model(directory, dtype, spec.attn_implementation)
     model.to(device)
