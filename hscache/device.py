@@ -76,12 +76,12 @@ def fast_bf16(kind: str) -> bool:
     import torch
 
     if kind == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if kind != "cpu":
         return True
     wide = torch.ones(_PRODUCT_ROWS, _PRODUCT_ROWS)
     narrow = wide.bfloat16()
-    shortest = {}
+    shortest: dict[torch.dtype, float] = {}
     for matrix in (wide, narrow) * 4:  # the first ones also start the threads
         began = time.perf_counter()
         matrix @ matrix
