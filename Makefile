@@ -51,7 +51,7 @@ fla: assets  ## fla's real kernels through Triton's interpreter, and other versi
 	$(BIN)/python tools/fla_env.py
 	$(PYTEST) -m fla
 
-oracle: assets  ## exports, masks and losses against dflash and speculators, stores against tensorstore; a download once
+oracle: assets  ## exports, masks and losses against dflash, speculators and vLLM, stores against tensorstore; a download once
 	$(BIN)/python tools/oracle_env.py
 	$(PYTEST) -m oracle
 

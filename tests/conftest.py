@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from hscache.manifest import BuildManifest, parse_manifest
 from tests.commands import Answer, runner
-from tests.hybrid import Hybrid, make_hybrid, make_scored
+from tests.hybrid import Hybrid, fit_hybrid, make_hybrid, make_scored
 
 # wall time on a shared machine says nothing; the same examples in every run, so that a red test stays red
 settings.register_profile("hscache", deadline=None, derandomize=True, max_examples=60)
@@ -69,6 +69,14 @@ def smollm2() -> Path:
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     """The tiny hybrid's store of its own greedy completions, and a drafter that learnt something of it."""
     return make_hybrid(tmp_path_factory.mktemp("hybrid"), TINY_HYBRID)
+
+
+@pytest.fixture(scope="session")
+def sliding_run(hybrid: Hybrid, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter like the hybrid's, but with sliding layers only: speculators' layout holds it."""
+    run = tmp_path_factory.mktemp("sliding") / "run"
+    fit_hybrid(hybrid.store, run, layer_types=["sliding_attention"] * 2)
+    return run
 
 
 @pytest.fixture(scope="session")

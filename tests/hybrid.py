@@ -53,8 +53,6 @@ def make_hybrid(folder: Path, target: Path) -> Hybrid:
     from hscache.build import build
     from hscache.corpus.generate import Sampling, generate_corpus
     from hscache.manifest import parse_manifest
-    from tests.trainers import train_manifest
-    from trainer.fit import fit
 
     made = Hybrid(target, folder / "prompts.jsonl", folder / "store", folder / "run")
     rows = [{"id": name, "prompt": text, "tag": text.split()[0]} for name, text in PROMPTS.items()]
@@ -68,14 +66,23 @@ def make_hybrid(folder: Path, target: Path) -> Hybrid:
             "corpus": {"path": str(corpus)},
         }
         build(parse_manifest(building, "hybrid"), made.store, device="cpu")
-        training = train_manifest(
-            drafter=DRAFTER,
-            data={"validation": 0.0, "max_tokens": 256, "pack_tokens": 512, "anchors": 16},
-            optim={"name": "muon", "lr": 2e-2, "epochs": STEPS, "max_steps": STEPS},
-            run={"log_every": STEPS, "checkpoint_every": STEPS},
-        )
-        fit(training, made.store, made.run, device="cpu")
+    fit_hybrid(made.store, made.run)
     return made
+
+
+def fit_hybrid(store: Path, run: Path, **shape: object) -> None:
+    """Train a drafter of :data:`DRAFTER`'s shape, or with other values in it, for a few steps."""
+    from tests.trainers import train_manifest
+    from trainer.fit import fit
+
+    training = train_manifest(
+        drafter={**DRAFTER, **shape},
+        data={"validation": 0.0, "max_tokens": 256, "pack_tokens": 512, "anchors": 16},
+        optim={"name": "muon", "lr": 2e-2, "epochs": STEPS, "max_steps": STEPS},
+        run={"log_every": STEPS, "checkpoint_every": STEPS},
+    )
+    with patch.object(os, "fsync", lambda fd: None):
+        fit(training, store, run, device="cpu")
 
 
 def make_scored(folder: Path, target: Path, completions: Path, steps: int = 40) -> tuple[Path, Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.trainers import MASK, train_manifest, training_store
 from trainer import live_target
 from trainer.checkpoint import load_drafter
 from trainer.doctor import EFFECTS, Fact, diagnose
+from trainer.drafter import Drafter
 from trainer.export import export_speculators, export_zlab
 from trainer.fit import fit
 
@@ -184,12 +186,49 @@ def other(folder: Path) -> Path:
         return training_store(folder / "other", says={**SAYS, "shape": OTHER_SHAPE}, **sections).path
 
 
+def alike(run: Path, kind: str) -> Drafter:
+    """Return a run's drafter with layers of one kind, which speculators' layout holds."""
+    drafter, _ = load_drafter(run)
+    window = drafter.config.sliding_window if kind == "sliding_attention" else None
+    other = Drafter(replace(drafter.config, layer_types=(kind,) * drafter.config.num_layers, sliding_window=window))
+    other.load_state_dict(drafter.state_dict())
+    return other
+
+
 @pytest.fixture(params=["zlab", "speculators"])
 def released(request: pytest.FixtureRequest, run: Path, little: Little, tmp_path: Path) -> Path:
-    drafter, _ = load_drafter(run)
-    write = {"zlab": export_zlab, "speculators": export_speculators}[request.param]
-    write(drafter, load_head(little.path / "target"), tmp_path / "released", provenance={"target": "little"})
-    return tmp_path / "released"
+    head, out = load_head(little.path / "target"), tmp_path / "released"
+    if request.param == "zlab":
+        export_zlab(load_drafter(run)[0], head, out, provenance={"target": "little"})
+    else:
+        export_speculators(alike(run, "sliding_attention"), head, out, provenance={"target": "little"})
+    return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "served"),
+    [
+        ("full_attention", False, "2 of 2"),
+        ("full_attention", True, "0 of 2"),
+        ("sliding_attention", None, "0 of 2"),
+        ("sliding_attention", False, "2 of 2"),
+    ],
+)
+def test_layers_that_vllm_makes_causal_against_training_are_a_finding(
+    hstrain: Any, run: Path, little: Little, tmp_path: Path, kind: str, flag: bool | None, served: str
+) -> None:
+    out = tmp_path / "out"
+    export_speculators(alike(run, kind), load_head(little.path / "target"), out, provenance={"target": "little"})
+    config = json.loads((out / "config.json").read_text())
+    config["sliding_window_non_causal"] = flag
+    if flag is None:
+        del config["sliding_window_non_causal"]
+    (out / "config.json").write_text(json.dumps(config))
+    answer, trained = hstrain("doctor", out, "--store", little.path), "2 of 2" if "sliding" in kind else "0 of 2"
+    told = f"causal layers: {EFFECTS['causal layers']}" in answer.out.splitlines()
+    assert (answer.status, told) == ((0, False) if served == trained else (1, True))
+    fact = by_name(diagnose(out, little.path), "causal layers")
+    assert (fact.trained, fact.live) == (f"{trained}, the sliding ones", f"vLLM: {served}")
 
 
 def test_a_released_drafter_and_a_store_of_another_target_are_laid_side_by_side(
@@ -223,9 +262,8 @@ def test_with_a_store_of_another_target_only_the_doctor_takes_a_released_drafter
 def test_other_weights_that_a_released_drafter_carries_are_a_finding(
     hstrain: Any, run: Path, little: Little, tmp_path: Path
 ) -> None:
-    drafter, _ = load_drafter(run)
     head = load_head(little.path / "target")
-    export_speculators(drafter, head, tmp_path / "out", provenance={"target": "little"})
+    export_speculators(alike(run, "sliding_attention"), head, tmp_path / "out", provenance={"target": "little"})
     weights = load_file(tmp_path / "out/model.safetensors")
     weights |= {"embed_tokens.weight": head.embed.clone(), "lm_head.weight": head.lm_head.clone()}
     weights["lm_head.weight"][3] += 1

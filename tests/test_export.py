@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ def read(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "config.json").read_text()))
 
 
-@pytest.mark.parametrize("kind", drafters.KINDS)
+@pytest.mark.parametrize(("layout", "kind"), [*product(EXPORTS, ("full", "sliding")), ("zlab", "mixed")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", EXPORTS)
 def test_an_export_reads_back_bit_by_bit(tmp_path: Path, layout: str, dtype: Any, kind: str) -> None:
     drafter, head = drafters.drafter(kind), drafters.head()
     done = EXPORTS[layout](drafter, head, tmp_path / "out", provenance=FACTS, dtype=dtype)
@@ -45,8 +45,24 @@ def test_an_export_reads_back_bit_by_bit(tmp_path: Path, layout: str, dtype: Any
 
 def test_speculators_layout_needs_the_name_of_the_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        export_speculators(drafters.drafter(), drafters.head(), tmp_path / "out", provenance={"target": ""})
+        export_speculators(drafters.drafter("full"), drafters.head(), tmp_path / "out", provenance={"target": ""})
     assert refused.value.code == "export-unsupported"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kind", "flag"), [("full", True), ("sliding", False)])
+def test_speculators_layout_has_one_flag_for_all_layers(tmp_path: Path, kind: str, flag: bool) -> None:
+    """vLLM makes all layers causal where it is false: see tests/oracle/test_vllm.py."""
+    export_speculators(drafters.drafter(kind), drafters.head(), tmp_path / "out", provenance=FACTS)
+    assert read(tmp_path / "out")["sliding_window_non_causal"] is flag
+
+
+def test_sliding_and_full_layers_together_are_refused_in_speculators_layout(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        export_speculators(drafters.drafter("mixed"), drafters.head(), tmp_path / "out", provenance=FACTS)
+    assert refused.value.code == "export-unsupported"
+    assert "2 of 3 layers are sliding" in refused.value.message
+    assert "--format zlab" in str(refused.value.hint)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,7 +101,7 @@ def test_speculators_counts_taps_from_one_and_leaves_the_targets_weights_out(tmp
 
 @pytest.mark.parametrize("layout", EXPORTS)
 def test_the_card_says_what_it_is_how_to_serve_it_and_where_it_comes_from(tmp_path: Path, layout: str) -> None:
-    EXPORTS[layout](drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
+    EXPORTS[layout](drafters.drafter("sliding"), drafters.head(), tmp_path / "out", provenance=FACTS)
     card = (tmp_path / "out/README.md").read_text()
     for text in ("some/target", "5d1c", "none needed", '{"steps": 3}', "[0, 1, 2]", "vllm serve", "window 11 tokens"):
         assert text in card, text
@@ -102,7 +118,7 @@ def test_an_export_never_replaces_what_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", EXPORTS)
 def test_a_tap_at_the_last_block_is_refused(tmp_path: Path, layout: str) -> None:
-    drafter = drafters.drafter(taps=(0, 1, 3))
+    drafter = drafters.drafter("full", taps=(0, 1, 3))
     with pytest.raises(ConfigError) as caught:
         EXPORTS[layout](drafter, drafters.head(), tmp_path / "out", provenance=FACTS)
     assert caught.value.code == "export-unsupported"
@@ -111,12 +127,12 @@ def test_a_tap_at_the_last_block_is_refused(tmp_path: Path, layout: str) -> None
 
 def test_speculators_cannot_say_that_logits_are_capped(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        export_speculators(drafters.drafter(), drafters.head(softcap=30.0), tmp_path / "out", provenance=FACTS)
+        export_speculators(drafters.drafter("full"), drafters.head(softcap=30.0), tmp_path / "out", provenance=FACTS)
     assert caught.value.code == "export-unsupported"
 
 
 def test_the_scale_of_the_embedding_goes_out_and_comes_back(tmp_path: Path) -> None:
-    drafter, head = drafters.drafter(embed_scale=59.75), drafters.head()
+    drafter, head = drafters.drafter("full", embed_scale=59.75), drafters.head()
     head.facts["embed_scale"] = 59.75
     export_zlab(drafter, head, tmp_path / "out", provenance=FACTS)
     assert read(tmp_path / "out")["dflash_config"]["input_embedding_scale"] == 59.75
@@ -233,18 +249,65 @@ def test_an_override_that_changes_nothing_is_taken(
     assert import_checkpoint(change(kind=kind, config=say))[0].config == drafters.config(kind)
 
 
+def says(flag: bool | None, *layers: str, is_causal: bool | None = None) -> Callable[[dict[str, Any]], object]:
+    """Return a function that changes layers and flags of a speculators config."""
+
+    def change(c: dict[str, Any]) -> None:
+        c["sliding_window_non_causal"] = flag
+        if flag is None:
+            del c["sliding_window_non_causal"]
+        c["transformer_layer_config"].update(layer_types=list(layers), is_causal=is_causal)
+
+    return change
+
+
+FULL, SLIDING = drafters.FULL, drafters.SLIDING
+SERVED: dict[str, tuple[str, Callable[[dict[str, Any]], object], str | None]] = {
+    "full": ("full", says(True, FULL, FULL), None),
+    "full, not said": ("full", says(None, FULL, FULL), None),
+    "full, as speculators writes it": (
+        "full",
+        says(False, FULL, FULL),
+        "False: vLLM will serve all of the 2 layers as causal",
+    ),
+    "full, settled elsewhere": ("full", says(False, FULL, FULL, is_causal=False), None),
+    "sliding": ("sliding", says(False, SLIDING, SLIDING), None),
+    "sliding, not said": (
+        "sliding",
+        says(None, SLIDING, SLIDING),
+        "absent: vLLM will serve none of the 2 layers as causal",
+    ),
+    "sliding, settled elsewhere": ("sliding", says(None, SLIDING, SLIDING, is_causal=True), None),
+    "mixed": ("sliding", says(False, SLIDING, FULL), "False: vLLM will serve all of the 2 layers as causal"),
+    "mixed, not said": ("sliding", says(None, SLIDING, FULL), "absent: vLLM will serve none of the 2 layers as causal"),
+}
+
+
+@pytest.mark.parametrize("how", SERVED)
+def test_a_note_says_that_vllm_serves_another_drafter_than_is_read(change: Callable[..., Path], how: str) -> None:
+    kind, config, note = SERVED[how]
+    drafter, facts = import_checkpoint(change("speculators", kind, config), drafters.head())
+    if note is None:
+        assert facts.notes == ()
+    else:
+        (said,) = facts.notes
+        assert said.startswith(f"sliding_window_non_causal is {note}")
+        assert f"only sliding layers ({drafter.config.layer_types.count(SLIDING)}) are read so here" in said
+        assert "export it again with --format zlab" in said
+
+
 UNSUPPORTED: dict[str, tuple[str, str, Callable[[dict[str, Any]], object]]] = {
     "another kind of drafter": ("zlab", "mixed", lambda c: c.update(architectures=["DFlash2DraftModel"])),
-    "another kind of speculator": ("speculators", "mixed", lambda c: c.update(speculators_model_type="eagle3")),
+    "another kind of speculator": ("speculators", "sliding", lambda c: c.update(speculators_model_type="eagle3")),
     "another model type": ("zlab", "mixed", lambda c: c.update(model_type="gemma3_text")),
     "all layers causal": ("zlab", "mixed", lambda c: c.update(is_causal=True)),
     "full layers causal": ("zlab", "full", lambda c: c.update(is_causal=True)),
     "sliding layers both ways": ("zlab", "sliding", lambda c: c.update(is_causal=False)),
     "sliding layers both ways, nested": ("zlab", "mixed", lambda c: c["dflash_config"].update(causal=False)),
-    "sliding both ways, speculators": ("speculators", "mixed", lambda c: c.update(sliding_window_non_causal=True)),
-    "anchor predicts": ("speculators", "mixed", lambda c: c.update(sample_from_anchor=True)),
-    "part of the vocabulary": ("speculators", "mixed", lambda c: c.update(draft_vocab_size=100)),
-    "another width": ("speculators", "mixed", lambda c: c.update(target_hidden_size=128)),
+    "sliding both ways, speculators": ("speculators", "sliding", lambda c: c.update(sliding_window_non_causal=True)),
+    "anchor predicts": ("speculators", "sliding", lambda c: c.update(sample_from_anchor=True)),
+    "part of the vocabulary": ("speculators", "sliding", lambda c: c.update(draft_vocab_size=100)),
+    "another width": ("speculators", "sliding", lambda c: c.update(target_hidden_size=128)),
     "chunked layers": ("zlab", "full", lambda c: c.update(layer_types=["chunked_attention"] * 2)),
     "bias": ("zlab", "mixed", lambda c: c.update(attention_bias=True)),
     "another activation": ("zlab", "mixed", lambda c: c.update(hidden_act="gelu")),
@@ -259,7 +322,7 @@ UNSUPPORTED: dict[str, tuple[str, str, Callable[[dict[str, Any]], object]]] = {
     "a key that nobody here knows": ("zlab", "mixed", lambda c: c["dflash_config"].update(selector_rank=4)),
     "sinks": ("zlab", "mixed", lambda c: c["dflash_config"].update(attention_sink_bias=True)),
     "quantised": ("zlab", "mixed", lambda c: c.update(quantization_config={"bits": 4})),
-    "tap of the embedding": ("speculators", "mixed", lambda c: c.update(aux_hidden_state_layer_ids=[0, 1, 2])),
+    "tap of the embedding": ("speculators", "sliding", lambda c: c.update(aux_hidden_state_layer_ids=[0, 1, 2])),
     "tap of the last block": ("zlab", "mixed", lambda c: c["dflash_config"].update(target_layer_ids=[0, 1, 3])),
     "taps out of order": ("zlab", "mixed", lambda c: c["dflash_config"].update(target_layer_ids=[1, 0, 2])),
 }  # fmt: skip
@@ -331,17 +394,18 @@ def theta(config: dict[str, Any], value: object) -> None:
 @pytest.mark.parametrize("how", WRONG)
 def test_a_config_that_lacks_a_value_or_says_two_things_is_refused(change: Callable[..., Path], how: str) -> None:
     layout, config = WRONG[how]
-    assert code_of(change(layout, "mixed", config), drafters.head()) == "drafter-config"
+    kind = "sliding" if layout == "speculators" else "mixed"
+    assert code_of(change(layout, kind, config), drafters.head()) == "drafter-config"
 
 
 @pytest.mark.parametrize("said", [None, {}, {"verifier": None}, {"verifier": {}}])
 def test_a_config_need_not_name_the_target(change: Callable[..., Path], said: object) -> None:
-    path = change("speculators", "mixed", lambda c: c.update(speculators_config=said))
+    path = change("speculators", "sliding", lambda c: c.update(speculators_config=said))
     assert import_checkpoint(path, drafters.head())[1].verifier is None
 
 
 def test_speculators_needs_the_target_to_know_its_layers(change: Callable[..., Path]) -> None:
-    assert code_of(change("speculators")) == "drafter-config"
+    assert code_of(change("speculators", "full")) == "drafter-config"
 
 
 WEIGHTS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
@@ -372,7 +436,7 @@ def test_weights_of_the_target_in_speculators_files_are_compared_with_it(
         weights["lm_head.weight"] = head.lm_head.to(dtype)
         weights["verifier_norm.weight"] = head.norm.to(dtype)
 
-    folder = change("speculators", weights=add)
+    folder = change("speculators", "full", weights=add)
     _, facts = import_checkpoint(folder, head)
     assert sorted(facts.notes) == [
         f"{name}.weight equals the target's: not used" for name in ("embed_tokens", "lm_head", "verifier_norm")

@@ -110,8 +110,12 @@ def shapes(draw: st.DrawFn) -> DrafterConfig:
 
 @given(shapes(), st.sampled_from(["zlab", "speculators"]))
 def test_a_shape_comes_through_config_and_manifest_whole(config: DrafterConfig, layout: Layout) -> None:
-    if layout == "speculators":  # has no place for one
-        config = dataclasses.replace(config, embed_scale=1.0)
+    if layout == "speculators":  # has no place for a scale, nor for sliding and full layers together
+        kind = config.layer_types[0]
+        window = config.sliding_window if kind == "sliding_attention" else None
+        config = dataclasses.replace(
+            config, embed_scale=1.0, layer_types=(kind,) * config.num_layers, sliding_window=window
+        )
     target = {
         "num_layers": config.num_target_layers, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size,
     }  # fmt: skip
@@ -123,6 +127,7 @@ def test_a_shape_comes_through_config_and_manifest_whole(config: DrafterConfig, 
     else:
         written = speculators_config(config, head, "bfloat16", "little")
     read = read_config(Path("theirs"), json.loads(json.dumps(written)), head)
+    assert read.notes == []
     text = to_toml(tuning_manifest(read.config, Path('/a "b"')))
     spec = check_fields(tomllib.loads(text), TrainManifest, "test").drafter
     assert spec.start == '/a "b"'
@@ -171,6 +176,22 @@ def test_import_prints_facts_and_writes_nothing_unasked(
         "note": "attention_dropout 0.1 not used",
     }
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_import_says_that_vllm_serves_another_drafter(
+    hstrain: Any, little: Little, release: Callable[..., Path]
+) -> None:
+    folder = release(
+        "speculators",
+        lambda c: c.update(sliding_window_non_causal=False),
+        layer_types=("full_attention",) * 2,
+        sliding_window=None,
+    )
+    answer = hstrain("import", folder, "--store", little.path)
+    assert (answer.status, answer.err) == (0, "")
+    (note,) = [line[14:] for line in answer.out.splitlines() if line.strip().startswith("note")]
+    assert note.startswith("sliding_window_non_causal is False: vLLM will serve all of the 2 layers as causal")
+    assert hstrain("import", folder, "--store", little.path, "--json").json["notes"] == [note]
 
 
 @pytest.mark.parametrize("where", ["both", "top", "nested"])
@@ -266,16 +287,17 @@ def test_import_wants_a_drafter_and_a_store_and_never_replaces(
     ("layout", "dtype", "precision"), [("zlab", "float32", "fp32"), ("speculators", "bfloat16", "bf16")]
 )
 def test_fine_tuning_begins_where_the_released_drafter_is(
-    hstrain: Any, hybrid: Hybrid, tmp_path: Path, layout: str, dtype: str, precision: str
+    hstrain: Any, hybrid: Hybrid, sliding_run: Path, tmp_path: Path, layout: str, dtype: str, precision: str
 ) -> None:
+    source = hybrid.run if layout == "zlab" else sliding_run
     released, toml, run, again = (tmp_path / name for name in ("released", "m.toml", "run", "again"))
     at = ("--store", hybrid.store)
-    assert hstrain("export", hybrid.run, *at, "--out", released, "--format", layout, "--dtype", dtype).status == 0
+    assert hstrain("export", source, *at, "--out", released, "--format", layout, "--dtype", dtype).status == 0
     sets = [f"run.precision={precision}", "data.validation=0.8", "data.max_tokens=256", "optim.max_steps=2"]
     words = [word for text in sets for word in ("--set", text)]
     answer = hstrain("import", released, *at, "--out", toml, *words, "--json")
     assert answer.status == 0
-    trained, _ = load_drafter(hybrid.run)
+    trained, _ = load_drafter(source)
     rounded = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in trained.state_dict().items()}
     assert answer.json["weights"] == weights_digest(rounded)
     assert answer.json["drafter"] == json.loads(json.dumps(dataclasses.asdict(trained.config)))

@@ -323,11 +323,13 @@ def test_inspect_of_an_unfinished_store_says_so(hstrain: Any, tmp_path: Path, sh
 
 
 @pytest.mark.parametrize("layout", ["zlab", "speculators"])
-def test_export_writes_what_was_trained(hstrain: Any, hybrid: Hybrid, tmp_path: Path, layout: str) -> None:
-    out = tmp_path / layout
-    answer = hstrain("export", hybrid.run, "--store", hybrid.store, "--out", out, "--format", layout, "--json")
+def test_export_writes_what_was_trained(
+    hstrain: Any, hybrid: Hybrid, sliding_run: Path, tmp_path: Path, layout: str
+) -> None:
+    out, run = tmp_path / layout, hybrid.run if layout == "zlab" else sliding_run
+    answer = hstrain("export", run, "--store", hybrid.store, "--out", out, "--format", layout, "--json")
     assert answer.status == 0
-    drafter, _ = load_drafter(hybrid.run)
+    drafter, _ = load_drafter(run)
     assert answer.json == {
         "path": str(out),
         "layout": layout,
@@ -348,7 +350,7 @@ def test_export_writes_what_was_trained(hstrain: Any, hybrid: Hybrid, tmp_path: 
         assert torch.equal(again.state_dict()[name], tensor.bfloat16().float()), name
     provenance = json.loads((out / "provenance.json").read_text())
     assert provenance["target"] == provenance["store"]["target"] == str(hybrid.target)
-    assert provenance["checkpoint"] == str(hybrid.run / "checkpoints/step-000008")
+    assert provenance["checkpoint"] == str(run / "checkpoints/step-000008")
     assert provenance["store"]["digest"] == hscache.open(hybrid.store).manifest["digest"]
     assert provenance["manifest"]["optim"]["name"] == "muon"
     assert str(hybrid.target) in (out / "README.md").read_text()
@@ -366,12 +368,14 @@ def test_zlab_in_float32_is_what_a_later_export_reads(hstrain: Any, hybrid: Hybr
 
 
 def test_a_released_drafter_is_exported_for_its_own_target_or_the_stores(
-    hstrain: Any, hybrid: Hybrid, tmp_path: Path
+    hstrain: Any, hybrid: Hybrid, sliding_run: Path, tmp_path: Path
 ) -> None:
     at = ("--store", hybrid.store)
     for name, source, layout in (
-        ("zlab", hybrid.run, "zlab"), ("named", hybrid.run, "speculators"), ("again", tmp_path / "zlab", "speculators"),
-    ):  # fmt: skip
+        ("zlab", sliding_run, "zlab"),
+        ("named", sliding_run, "speculators"),
+        ("again", tmp_path / "zlab", "speculators"),
+    ):
         answer = hstrain("export", source, *at, "--out", tmp_path / name, "--format", layout)
         assert answer.status == 0
     config = json.loads((tmp_path / "again/config.json").read_text())
@@ -409,6 +413,9 @@ def test_export_refuses_what_does_not_fit(hstrain: Any, hybrid: Hybrid, tmp_path
     weights.write_bytes(weights.read_bytes()[:-1])
     answer = hstrain("export", damaged, "--store", hybrid.store, "--out", out)
     assert (answer.status, answer.code) == (1, "checkpoint-damaged")
+    answer = hstrain("export", hybrid.run, "--store", hybrid.store, "--out", out, "--format", "speculators")
+    assert (answer.status, answer.code) == (2, "export-unsupported")
+    assert "--format zlab" in answer.err
     assert not out.exists()
 
 

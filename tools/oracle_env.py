@@ -3,12 +3,16 @@
 ``tests/oracle`` holds our exports, masks and losses against dflash, the DFlash authors' reference, and speculators, and
 our stores against tensorstore; ``tools/bench_trainer.py`` and ``tools/bench_store.py`` our speed. They are
 installed without their dependencies (they pin other versions of transformers and pull gigabytes), with those that an
-import needs and this environment has not, into ``~/.cache/hscache/``, once.
+import needs and this environment has not, into ``~/.cache/hscache/``, once. Of vLLM, which does not run without CUDA,
+only the two files of Python are kept that decide which layers of a drafter are causal.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 from fla_env import install_packages, sees
@@ -26,6 +30,9 @@ PACKAGES = (
     "tensorstore==0.1.86",
     "ml_dtypes==0.6.0",
 )
+VLLM = "0.34.0"
+VLLM_FILES = ("vllm/transformers_utils/configs/speculators/algos.py", "vllm/model_executor/models/qwen3_dflash.py")
+"""Of its wheel."""
 
 
 def directory() -> Path:
@@ -35,12 +42,38 @@ def directory() -> Path:
 
 def is_ready() -> bool:
     """Return whether :func:`install` has finished."""
-    return directory().is_dir()
+    return directory().is_dir() and vllm_directory().is_dir()
 
 
 def install() -> Path:
-    """Install the packages unless they are there, and return their directory."""
+    """Install the packages and vLLM's files unless they are there, and return the packages' directory."""
+    install_vllm_files()
     return install_packages(directory(), list(PACKAGES))
+
+
+def vllm_directory() -> Path:
+    """Return where :data:`VLLM_FILES` are, or would be."""
+    return Path(f"~/.cache/hscache/vllm-{VLLM}").expanduser()
+
+
+def install_vllm_files() -> Path:
+    """Take :data:`VLLM_FILES` out of vLLM's wheel (some 240 MB) unless they are there, and return their directory."""
+    target = vllm_directory()
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # a directory that exists is complete: fill another one and rename it
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+        # the files are the same on every platform, but there are wheels for few
+        which = ["--no-deps", "--only-binary", ":all:", "--platform", "manylinux_2_28_x86_64", f"vllm=={VLLM}"]
+        subprocess.run([*pip, "--dest", scratch, *which], check=True)
+        (wheel,) = Path(scratch).glob("*.whl")
+        staged = Path(scratch) / "files"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(staged, VLLM_FILES)
+        staged.rename(target)
+    return target
 
 
 def environment() -> dict[str, str]:

@@ -280,7 +280,10 @@ def export(
     checkpoint: Checkpoint,
     store: StoreOption,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")],
-    format_: Annotated[Literal["zlab", "speculators"], typer.Option("--format", help="Whose layout.")] = "zlab",
+    format_: Annotated[
+        Literal["zlab", "speculators"],
+        typer.Option("--format", help="Whose layout; speculators' only for layers that are all full or all sliding."),
+    ] = "zlab",
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
     json: Json = False,
 ) -> None:

@@ -8,7 +8,7 @@ is run through the live target, and the states are compared with the stored ones
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ EFFECTS: dict[str, str] = {
     "codec": "lossy states: tools/measure_tau.py measures what they cost",
     "mask token": "must lie in the vocabulary and stand in no text, or blocks look like text",
     "block size": "a block behind the longest text must fit the drafter's positions, or engines refuse it",
+    "causal layers": "vLLM makes other layers causal inside the block than in training: lower acceptance. Export the "
+    "folder again with --format zlab, which vLLM reads right",
     "rope": "the drafter rotates whole heads with its own theta, whatever the target does",
     "live states": "the live target computes other states than the drafter was trained on: acceptance falls",
 }
@@ -61,7 +63,7 @@ class Fact:
         name: A key of :data:`EFFECTS`.
         trained: As the checkpoint remembers it.
         store: As the store has it; None when no store was given, or it does not say.
-        live: As the live target has it; None likewise.
+        live: As the live target has it, or, of causal layers, as vLLM reads the folder; None likewise.
         same: Whether all that is known agrees.
         grave: Whether a difference is a finding, or a remark.
     """
@@ -120,6 +122,7 @@ def diagnose(
         _same("codec", before.get("codec"), there["codec"], grave=False),
         Fact("mask token", mask, used, same=mask < config.vocab_size and used is None),
         _block(config.block_size, config.max_position_embeddings, int(store.n_tokens.max())),
+        _causal(config.layer_types, released),
         Fact("rope", f"theta {config.rope_theta:g}, whole head of {config.head_dim}"),
     ]
     if live:
@@ -225,6 +228,16 @@ def _block(block_size: int, positions: int, longest: int) -> Fact:
     return Fact(
         "block size", f"{block_size} tokens, {positions:,} positions", f"texts up to {longest:,} tokens", same=fits
     )
+
+
+def _causal(layer_types: Sequence[str], released: Imported | None) -> Fact:
+    """Return the fact of the layers that are causal inside the block; vLLM's side is known of released folders only."""
+    layers, sliding = len(layer_types), layer_types.count("sliding_attention")
+    trained = f"{sliding} of {layers}, the sliding ones"
+    if released is None or released.vllm_causal is None:
+        return Fact("causal layers", trained)
+    served = layers if released.vllm_causal else 0
+    return Fact("causal layers", trained, live=f"vLLM: {served} of {layers}", same=served == sliding)
 
 
 def _same(

@@ -80,13 +80,13 @@ def export_speculators(
     taken from the target that the config names, ``provenance["target"]``. Else as :func:`export_zlab`.
 
     Raises:
-        ConfigError: ``export-unsupported`` without a name of the target, too.
+        ConfigError: ``export-unsupported`` without a name of the target, and for sliding and full layers together, too.
     """
     if not provenance["target"]:
         raise ConfigError(
             "export-unsupported",
             f"{out}: nothing names the target, from which readers of speculators' layout take embedding and head",
-            hint="export in z-lab's layout",
+            hint="export in z-lab's layout: --format zlab",
         )
     config = speculators_config(drafter.config, head, dtype, str(provenance["target"]))
     return _export("speculators", config, drafter, head, out, provenance, dtype)

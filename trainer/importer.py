@@ -56,6 +56,7 @@ class Imported:
         verifier: Name of the target, where the config has it.
         notes: What was read but not used, and what was filled in.
         apart: In what it is not for the target that it was held against: name of a fact or weight -> in words.
+        vllm_causal: Whether vLLM makes all layers causal inside the block, or none; None when it goes by their types.
     """
 
     layout: Layout
@@ -66,6 +67,7 @@ class Imported:
     verifier: str | None
     notes: tuple[str, ...]
     apart: dict[str, str]
+    vllm_causal: bool | None
 
 
 def open_drafter(
@@ -238,7 +240,15 @@ def read_checkpoint(
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
     return drafter, Imported(
-        said.layout, said.config.taps, said.logits, tuple(dtypes), len(weights), said.verifier, tuple(notes), apart
+        said.layout,
+        said.config.taps,
+        said.logits,
+        tuple(dtypes),
+        len(weights),
+        said.verifier,
+        tuple(notes),
+        apart,
+        said.vllm_causal,
     )
 
 

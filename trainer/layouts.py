@@ -4,6 +4,10 @@ Both are a Qwen3 config with the drafter's own facts beside it. z-lab: ``block_s
 ``dflash_config``, with ``mask_token_id`` and ``target_layer_ids`` = taps. speculators: the Qwen3 config inside
 ``transformer_layer_config``, and ``aux_hidden_state_layer_ids`` = taps + 1.
 
+A layer's type says whether it is causal inside the block (:mod:`trainer.masks`): so readers of z-lab's layout take it,
+and speculators' own class. But vLLM makes one flag for all layers out of speculators' ``sliding_window_non_causal``
+(``tests/oracle/test_vllm.py``), and no value of it is right for sliding and full layers together.
+
 Engines pass over what they do not know, and a config that is read wrongly only shows as a low acceptance length. So
 reading takes every value from the file, as the engines do (transformers fills in what it left out when it wrote the
 file), refuses by name what our drafter does not do, and refuses a key that says two things in two places.
@@ -129,7 +133,16 @@ def speculators_config(config: DrafterConfig, head: TargetHead, dtype: str, veri
             "export-unsupported",
             f"the target's logits are scaled or capped ({relation}) or its embeddings multiplied "
             f"({config.embed_scale:g}), which speculators' layout cannot say",
-            hint="export in z-lab's layout",
+            hint="export in z-lab's layout: --format zlab",
+        )
+    sliding = config.layer_types.count("sliding_attention")
+    if 0 < sliding < config.num_layers:
+        raise ConfigError(
+            "export-unsupported",
+            f"{sliding} of {config.num_layers} layers are sliding, expected all or none: vLLM has one causal flag for "
+            "all layers of a speculators config (vllm#56692), but sliding layers are trained causal inside the block, "
+            "full ones not",
+            hint="export in z-lab's layout: --format zlab",
         )
     proposal = {
         "accept_tolerance": 0.0,
@@ -145,7 +158,7 @@ def speculators_config(config: DrafterConfig, head: TargetHead, dtype: str, veri
         "dtype": dtype,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": not sliding,
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
@@ -181,6 +194,7 @@ class Read:
         verifier: Name of the target, where it has one.
         notes: What was read but not used, and what was filled in.
         apart: In what it is not for the target of ``head``: name of a fact -> both values, in words.
+        vllm_causal: Whether vLLM makes all layers causal inside the block, or none; None when it goes by their types.
     """
 
     layout: Layout
@@ -189,6 +203,7 @@ class Read:
     verifier: str | None
     notes: list[str]
     apart: dict[str, str]
+    vllm_causal: bool | None
 
 
 def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> Read:
@@ -238,8 +253,10 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
     )
     _check_shape(path, config)
     _check_layers(path, config, places)
+    vllm_causal = None
     if layout == "speculators":
         _check_speculators(path, raw, config)
+        vllm_causal = _vllm_causal(raw, qwen3, config, notes)
     scale, softcap = (_said(path, key, places) for key in ("output_multiplier", "final_logit_softcapping"))
     logits = {
         "scale": 1 if scale is None else _real(path, "output_multiplier", scale),
@@ -248,7 +265,7 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
     if head is None and logits != {"scale": 1, "softcap": None}:
         notes.append(f"logits {logits}: not compared with a target")
     apart = {} if head is None else _apart(config, logits, head)
-    return Read(layout, config, logits, _verifier(path, raw), notes, apart)
+    return Read(layout, config, logits, _verifier(path, raw), notes, apart, vllm_causal)
 
 
 def _layout(path: Path, raw: Mapping[str, Any]) -> Layout:
@@ -421,6 +438,22 @@ def _check_speculators(path: Path, raw: Mapping[str, Any], config: DrafterConfig
         raise _unsupported(path, "target_hidden_size", raw["target_hidden_size"], str(config.hidden_size))
     if raw.get("sliding_window_non_causal") and "sliding_attention" in config.layer_types:
         raise _unsupported(path, "sliding_window_non_causal", True, "sliding layers that are causal inside the block")
+
+
+def _vllm_causal(raw: Mapping[str, Any], qwen3: Mapping[str, Any], config: DrafterConfig, notes: list[str]) -> bool:
+    """Return whether vLLM makes all layers of a speculators config causal; a note says where that is not as trained."""
+    causal = qwen3.get("is_causal")
+    if causal is None:
+        causal = not raw.get("sliding_window_non_causal", True)
+    sliding = config.layer_types.count("sliding_attention")
+    if sliding != (config.num_layers if causal else 0):
+        said, served = raw.get("sliding_window_non_causal", "absent"), "all" if causal else "none"
+        notes.append(
+            f"sliding_window_non_causal is {said}: vLLM will serve {served} of the {config.num_layers} layers as "
+            f"causal inside the block, but only sliding layers ({sliding}) are read so here and by speculators' own "
+            "class; export it again with --format zlab"
+        )
+    return bool(causal)
 
 
 def _apart(config: DrafterConfig, logits: dict[str, Any], head: TargetHead) -> dict[str, str]:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import ast
+import runpy
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import oracle_env
@@ -47,6 +50,29 @@ def tensorstore(_oracles: None) -> Any:
     import tensorstore
 
     return tensorstore
+
+
+@pytest.fixture(scope="session")
+def vllm(_oracles: None) -> SimpleNamespace:
+    """vLLM's functions that read a drafter's config; the model's file imports all of vLLM, so the rest is not run."""
+    algos, model = (oracle_env.vllm_directory() / file for file in oracle_env.VLLM_FILES)
+    names = ["_SLIDING_ATTENTION", "_dflash_layer_causal", "_resolve_layer_attention"]
+    tree = ast.parse(model.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if _defines(node) in names]
+    assert [_defines(node) for node in tree.body] == names
+    made: dict[str, Any] = {}
+    # annotations name classes that are not imported
+    exec(compile(tree, model, "exec", flags=annotations.compiler_flag), made)
+    return SimpleNamespace(
+        update_dflash=runpy.run_path(str(algos))["update_dflash"],
+        resolve_layer_attention=made["_resolve_layer_attention"],
+    )
+
+
+def _defines(node: ast.stmt) -> str | None:
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0])
+    return node.name if isinstance(node, ast.FunctionDef) else None
 
 
 @pytest.fixture(scope="session")
