@@ -93,3 +93,16 @@ def test_a_cpu_is_timed_once() -> None:
     fast_bf16.cache_clear()
     assert fast_bf16("cpu") is fast_bf16("cpu")
     assert fast_bf16.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("command", ["hscache", "trainer"])
+@pytest.mark.parametrize(
+    ("own", "spin"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_waiting_threads_do_not_spin_unless_the_user_wants_it(command: str, own: dict[str, str], spin: str) -> None:
+    code = f"import os, sys, {command}.cli; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env={**env, **own}, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout == f"{spin} False\n", "set before torch loads, which reads it once"

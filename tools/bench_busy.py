@@ -4,7 +4,7 @@ At the end of each product two threads wait for each other. libgomp lets them sp
 spinning thread keeps its core from the very thread that it waits for. Every setting is timed on the quiet machine and
 beside busy processes, the settings in turn within a round.
 
-    python tools/bench_busy.py runs/demo        # behind `make demo`; a quarter of an hour, on an otherwise quiet machine
+    python tools/bench_busy.py runs/demo        # after `make demo`; 15 minutes, otherwise quiet
 
 A fair share is what the scheduler owes: our threads, of all threads that want a core.
 """
