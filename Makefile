@@ -20,13 +20,13 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP)  ## make .venv and install hscache with the developers' tools
 
 assets: $(STAMP)  ## fetch the demo's target and prompts into the user cache (once)
-	@$(BIN)/python tools/demo_assets.py
+	@$(BIN)/python tools/demo/demo_assets.py
 
 demo: $(STAMP)  ## prompts to an exported drafter, on the trained 7M hybrid of this repository; minutes
-	@$(BIN)/python tools/demo.py
+	@$(BIN)/python tools/demo/demo.py
 
 demo-smollm2: assets  ## the same on SmolLM2-135M-Instruct; a thousand steps of training
-	@$(BIN)/python tools/demo.py smollm2
+	@$(BIN)/python tools/demo/demo.py smollm2
 
 test: assets  ## the test suite, as CI runs it
 	$(PYTEST)
@@ -42,17 +42,17 @@ check: lint types test fla oracle  ## everything that CI runs
 
 crash: assets  ## kill -9 at many moments and every file operation; about half an hour
 	$(BIN)/python -m pytest -m crash
-	$(BIN)/python tools/crash_loop.py
+	$(BIN)/python tools/faults/crash_loop.py
 
 mutate: $(STAMP)  ## every byte of a small store flipped, every file cut, shards moved: all must be found; an hour
-	$(BIN)/python tools/mutate.py
+	$(BIN)/python tools/faults/mutate.py
 
 fla: assets  ## fla's real kernels through Triton's interpreter, and other versions of transformers; minutes
-	$(BIN)/python tools/fla_env.py
+	$(BIN)/python tools/bench/fla_env.py
 	$(PYTEST) -m fla
 
 oracle: assets  ## exports, masks and losses against dflash, speculators and vLLM, stores against tensorstore; a download once
-	$(BIN)/python tools/oracle_env.py
+	$(BIN)/python tools/bench/oracle_env.py
 	$(PYTEST) -m oracle
 
 clean:  ## remove .venv and the demos' output

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# OpenMP's threads wait for each other after every product. libgomp lets them spin 300,000 times, which on a busy machine
-# keeps the core from the very thread that is waited for: beside four busy processes on two cores a build kept 8 % of its
-# speed, with 1,000 it keeps a third, and a quiet machine loses nothing (tools/bench_busy.py). It is read when torch loads.
+# OpenMP's threads wait for each other after every product. libgomp lets them spin 300,000 times, which on a busy
+# machine keeps the core from the very thread that is waited for: beside four busy processes on two cores a build kept 8
+# % of its speed, with 1,000 it keeps a third, and a quiet machine loses nothing (tools/bench/bench_busy.py). It is read
+# when torch loads.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

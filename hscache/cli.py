@@ -70,7 +70,7 @@ def tokenize(
 
     Example: hscache tokenize chats.jsonl --target ~/models/SmolLM2-135M-Instruct -o corpus.parquet
     """
-    from hscache.corpus.masks import tokenize_files
+    from hscache.corpus.tokenize import tokenize_files
 
     report = tokenize_files(inputs, target, out, chat_template=chat_template)
     if json:
@@ -126,11 +126,11 @@ def plan(
 
     Example: hscache plan manifests/build/qwen3.6-27b.toml --set corpus.path=corpus.parquet
     """
-    from hscache.build import require_space
+    from hscache.build.plan import make_plan
+    from hscache.build.run import require_space
     from hscache.corpus.readers import read_corpus
-    from hscache.plan import make_plan
+    from hscache.model.facts import read_shape, resolve_path, resolve_taps
     from hscache.report import plan_json, print_plan
-    from hscache.target.facts import read_shape, resolve_path, resolve_taps
 
     parsed, where = _manifest(manifest, set_), out or Path()
     shape = read_shape(parsed.target, resolve_path(parsed.target, download=False))
@@ -178,8 +178,8 @@ def build(
     """
     from dataclasses import asdict
 
-    from hscache.build import KernelPolicy
-    from hscache.build import build as run_build
+    from hscache.build.run import KernelPolicy
+    from hscache.build.run import build as run_build
     from hscache.report import print_build
 
     try:
@@ -220,9 +220,9 @@ def verify(
 
     Example: hscache verify runs/demo/store --recompute 4
     """
+    from hscache.audit.verify import verify as run_verify
     from hscache.errors import HscacheError
     from hscache.report import parse_kernels, print_verify, verify_with_states
-    from hscache.verify import verify as run_verify
 
     if kernels:
         parse_kernels(kernels)  # before the whole store is read
@@ -267,8 +267,8 @@ def repair(
     """
     from dataclasses import asdict
 
-    from hscache.build import KernelPolicy
-    from hscache.repair import repair as run_repair
+    from hscache.build.repair import repair as run_repair
+    from hscache.build.run import KernelPolicy
     from hscache.report import print_repair
 
     kernels = KernelPolicy("auto", allow_fallback, accept_path)
@@ -301,8 +301,8 @@ def convert(
     """
     from dataclasses import asdict
 
-    from hscache.convert import Change
-    from hscache.convert import convert as run_convert
+    from hscache.build.convert import Change
+    from hscache.build.convert import convert as run_convert
     from hscache.report import print_convert
 
     try:
@@ -341,9 +341,9 @@ def doctor(
 
     Exit status 1 when a build here would fall back. Example: hscache doctor --target ~/models/Qwen3.6-27B
     """
-    from hscache.doctor import diagnose, render
+    from hscache.audit.doctor import diagnose, render
     from hscache.manifest import TargetSpec
-    from hscache.target.facts import resolve_path
+    from hscache.model.facts import resolve_path
 
     directory = None
     if target is not None:

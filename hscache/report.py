@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
-from hscache.build import BuildReport, bytes_needed, free_bytes, target_bytes
+from hscache.audit.verify import Finding, VerifyReport
+from hscache.build.plan import Plan, array_bytes, manifest_specs
+from hscache.build.run import BuildReport, bytes_needed, free_bytes, target_bytes
 from hscache.console import duration, facts, new_figure, say, size, table
 from hscache.errors import ConfigError, IntegrityError
 from hscache.manifest import BuildManifest
-from hscache.plan import Plan, array_bytes, manifest_specs
 from hscache.store.index import committed_shards, load_index, read_manifest, read_shard, table_digest
 from hscache.store.layout import StorePaths
 from hscache.store.reader import coarsest_codec, codecs_of
-from hscache.verify import Finding, VerifyReport
 
 if TYPE_CHECKING:
-    from hscache.compare import Comparison, KernelsReport, Path_
-    from hscache.convert import ConvertReport
-    from hscache.repair import RepairReport
+    from hscache.audit.compare import Comparison, KernelsReport, Path_
+    from hscache.build.convert import ConvertReport
+    from hscache.build.repair import RepairReport
 
 _SHOWN_VERSIONS = ("transformers", "torch", "flash-linear-attention", "causal-conv1d")
 
@@ -184,7 +184,7 @@ def verify_with_states(
     if not (recompute or kernels or against):
         return {}
     import hscache
-    from hscache import compare
+    from hscache.audit import compare
 
     store, out = hscache.open(report.store), {}
     if recompute:

@@ -11,8 +11,8 @@ import torch
 from hypothesis import settings
 
 from hscache.manifest import BuildManifest, parse_manifest
-from tests.commands import Answer, runner
-from tests.hybrid import Hybrid, fit_hybrid, make_hybrid, make_scored
+from tests.made.commands import Answer, runner
+from tests.made.hybrid import Hybrid, fit_hybrid, make_hybrid, make_scored
 
 # wall time on a shared machine says nothing; the same examples in every run, so that a red test stays red
 settings.register_profile("hscache", deadline=None, derandomize=True, max_examples=60)
@@ -20,7 +20,7 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "hscache"))
 
 DATA = Path(__file__).parent / "data"
-TINY_HYBRID = Path(__file__).parent.parent / "tools" / "tiny_hybrid"
+TINY_HYBRID = Path(__file__).parent.parent / "tools" / "targets" / "tiny_hybrid"
 SMOLLM2 = Path.home() / ".cache/hscache/targets/SmolLM2-135M-Instruct"
 
 
@@ -42,8 +42,10 @@ def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge the kernels that run here as if the device were a GPU."""
-    from hscache.target import kernel_path, provenance
-    from trainer import live_target
+    from hstrain.live import target as live_target
+
+    from hscache.kernels import path as kernel_path
+    from hscache.kernels import provenance
 
     for module in (provenance, live_target):
         monkeypatch.setattr(module, "is_fallback", lambda records, _: kernel_path.is_fallback(records, "cuda"))
@@ -52,7 +54,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hstrain(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
     """Return a function that runs ``hstrain ARGUMENTS`` in this process."""
-    from trainer.cli import main
+    from hstrain.cli import main
 
     return runner("hstrain", main, capsys, monkeypatch)
 

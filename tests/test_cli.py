@@ -17,9 +17,9 @@ import pytest
 import hscache
 from hscache.cli import main
 from hscache.manifest import load_manifest
-from tests.commands import Answer, runner
 from tests.conftest import DATA, TINY_HYBRID
-from tests.stores import Little, flip, make_store
+from tests.made.commands import Answer, runner
+from tests.made.stores import Little, flip, make_store
 
 MANIFESTS = Path(__file__).parents[1] / "manifests" / "build"
 
@@ -267,7 +267,7 @@ def test_info_of_an_unfinished_store_says_so(run: Any, tmp_path: Path, shards: l
 
 
 def test_hstrain_reads_the_same_store(little: Little, capsys: pytest.CaptureFixture[str]) -> None:
-    from trainer.cli import training_facts
+    from hstrain.cli import training_facts
 
     facts = training_facts(little.path)
     assert (facts["samples"], facts["taps"], facts["context_width"]) == (5, [0, 2, 3], 24)

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
+from hstrain.train.parallel import World
 
 import hscache.device
 from hscache.device import fast_bf16, pick_device, pick_dtype
 from hscache.errors import EnvironmentFault
-from trainer.parallel import World
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_cpu_is_timed_once() -> None:
     assert fast_bf16.cache_info().misses == 1
 
 
-@pytest.mark.parametrize("command", ["hscache", "trainer"])
+@pytest.mark.parametrize("command", ["hscache", "hstrain"])
 @pytest.mark.parametrize(
     ("own", "spin"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
 )

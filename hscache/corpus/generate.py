@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hscache.console import Interrupted, Progress, say, stop_on_signal
-from hscache.corpus.masks import (
+from hscache.corpus.tokenize import (
     RowFault,
     encode_chat,
     file_names,
@@ -33,8 +33,8 @@ from hscache.corpus.masks import (
 from hscache.corpus.writer import CorpusReport, CorpusWriter, Journal, journal_path
 from hscache.device import Dtype, pick_device, pick_dtype
 from hscache.errors import EnvironmentFault
+from hscache.model.facts import file_digests
 from hscache.store.durable import disk_errors
-from hscache.target.facts import file_digests
 
 if TYPE_CHECKING:
     import torch
@@ -248,7 +248,7 @@ class _Decoder:
         import torch
         import transformers
 
-        from hscache.target.loading import load_model
+        from hscache.model.loading import load_model
 
         model: Any = load_model(target, getattr(torch, dtype))[0].to(device)
         self._model, self._device, self._seed, self._torch = model, model.device, sampling.seed, torch
@@ -271,7 +271,7 @@ class _Decoder:
 
     def decode(self, number: int, prompts: list[list[int]]) -> list[list[int]]:
         """Return the completion of each prompt of batch ``number``, its end token included."""
-        from hscache.target.kernels import observe_kernels
+        from hscache.kernels.observe import observe_kernels
 
         torch = self._torch
         width = max(map(len, prompts))

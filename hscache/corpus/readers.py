@@ -4,7 +4,7 @@
 
     path -> detect_format -> read_corpus -> CorpusRow, CorpusRow, ...  -> plan
 
-A row that cannot be read is a :class:`hscache.plan.CorpusRow` with a reason, never a gap: row numbers stay those of the
+A row that cannot be read is a :class:`hscache.rows.CorpusRow` with a reason, never a gap: row numbers stay those of the
 file. A file that ends in the middle of a record keeps its good rows, and the last row says at which byte it broke off.
 """
 
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hscache.errors import InputError
-from hscache.plan import CorpusRow
+from hscache.rows import CorpusRow
 
 _ID_COLUMNS = ("sample_id", "id", "primary_id", "uuid")
 _BATCH_ROWS = 256

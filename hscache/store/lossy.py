@@ -10,7 +10,7 @@ vectors. Here, for each (token, tap):
 3. the result is rounded to whole numbers of a step that is stored as bf16: the largest number over 127 for ``int8``;
    for ``int4`` the best of three clips, by squared error.
 
-``tools/measure_codecs.py`` prints the table of schemes that led here. In the shard (format in
+``tools/bench/measure_codecs.py`` prints the table of schemes that led here. In the shard (format in
 :mod:`hscache.store.layout`) a state array is its codes, uint8, and beside it an array of ``scales``, uint16::
 
     codes   [T, L, H]          int8: number + 128, 1..255

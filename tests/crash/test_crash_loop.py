@@ -1,4 +1,4 @@
-"""A sample of ``tools/crash_loop.py``, and that it sees what it should."""
+"""A sample of ``tools/faults/crash_loop.py``, and that it sees what it should."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from crash_loop import Loop, summary
 from faults import interpose, one_target, small_manifest
 
-from hscache.build import build
+from hscache.build.run import build
 from hscache.store.layout import StorePaths
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from faults import contents, one_target, small_manifest
 
-import hscache.build as build_module
-from hscache.build import build
+import hscache.build.run as build_module
+from hscache.audit.verify import verify
+from hscache.build.run import build
 from hscache.cli import main
 from hscache.manifest import to_toml
 from hscache.store.index import committed_shards
-from hscache.verify import verify
 
 ROOM = "64m"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from faults import contents
 
+from hscache.audit.verify import verify
 from hscache.store.index import committed_shards
-from hscache.verify import verify
-from tests.test_build import COMMAND, manifest_file, reference, short_corpus  # noqa: F401  (fixtures)
+from tests.build.test_build import COMMAND, manifest_file, reference, short_corpus  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.usefixtures("smollm2")
 

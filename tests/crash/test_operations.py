@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from faults import contents, fault_points, interpose, killed_at, one_target, small_manifest
 
-from hscache.build import build
+from hscache.audit.verify import verify
+from hscache.build.run import build
 from hscache.errors import EnvironmentFault
 from hscache.manifest import BuildManifest
-from hscache.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -28,13 +28,13 @@ from hypothesis.stateful import (
 )
 
 import hscache
-from hscache.build import build
+from hscache.audit.verify import verify
+from hscache.build.repair import repair
+from hscache.build.run import build
 from hscache.errors import HscacheError
 from hscache.manifest import BuildManifest
-from hscache.repair import repair
+from hscache.model.capture import Capturer
 from hscache.store.index import committed_shards
-from hscache.target.capture import Capturer
-from hscache.verify import verify
 
 
 class _Stop(Exception):

@@ -24,11 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hscache
+from hscache.audit.verify import verify
 from hscache.errors import HscacheError
 from hscache.report import print_info, store_info
 from hscache.store.layout import canonical_json, group_metadata, json_digest
-from hscache.verify import verify
-from tests.stores import corpus_rows, little_manifest, make_store
+from tests.made.stores import corpus_rows, little_manifest, make_store
 
 SECONDS = 1.0
 MOST_BYTES = 256 << 20

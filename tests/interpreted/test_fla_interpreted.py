@@ -1,8 +1,8 @@
 """fla's real kernels against the torch reference, on CPU through Triton's interpreter.
 
-``python tools/fla_env.py`` installs the packages once; then ``python -m pytest -m fla``. Each run is a process of its
-own, since transformers chooses its kernels when it is imported. The folder must not be named ``fla``: pytest puts its
-parent on the path, and transformers would import it.
+``python tools/bench/fla_env.py`` installs the packages once; then ``python -m pytest -m fla``. Each run is a process of
+its own, since transformers chooses its kernels when it is imported. The folder must not be named ``fla``: pytest puts
+its parent on the path, and transformers would import it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SCRIPT = """
     import json, sys
     import torch, tiny_targets
     from hscache.errors import HscacheError
-    from hscache.target.kernel_compare import compare_local
-    from hscache.target.kernel_path import check_calls, describe_path
-    from hscache.target.kernels import observe_kernels
+    from hscache.kernels.compare import compare_local
+    from hscache.kernels.path import check_calls, describe_path
+    from hscache.kernels.observe import observe_kernels
 
     key_heads, lengths = int(sys.argv[1]), json.loads(sys.argv[2])
     out = {"compared": [], "refused": None}
@@ -50,7 +50,7 @@ SCRIPT = """
 @functools.cache
 def run(fla: str, key_heads: int, lengths: tuple[int, ...]) -> Any:
     if not fla_env.is_ready(fla):
-        pytest.skip(f"fla {fla} is not installed for the interpreter: python tools/fla_env.py {fla}")
+        pytest.skip(f"fla {fla} is not installed for the interpreter: python tools/bench/fla_env.py {fla}")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), str(key_heads), json.dumps(lengths)],
         env=fla_env.environment(fla),

@@ -1,7 +1,7 @@
 """The same build under other versions of transformers, each in a process of its own.
 
-``python tools/fla_env.py`` installs them once. They wire their kernels differently, and their torch references are
-other code: a store begun with one of them is not finished with another.
+``python tools/bench/fla_env.py`` installs them once. They wire their kernels differently, and their torch references
+are other code: a store begun with one of them is not finished with another.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 import fla_env
 import pytest
 
-from hscache.build import build
+from hscache.audit.verify import verify
+from hscache.build.run import build
 from hscache.manifest import load_manifest
 from hscache.store.index import committed_shards, read_shard
-from hscache.verify import verify
-from tests.six_samples import SHARDS, six_samples
+from tests.made.six_samples import SHARDS, six_samples
 
 pytestmark = pytest.mark.fla
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.fla
 def hscache(version: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the command line under another version of transformers."""
     if not fla_env.transformers_directory(version).is_dir():
-        pytest.skip(f"transformers {version} is not installed for this test: python tools/fla_env.py")
+        pytest.skip(f"transformers {version} is not installed for this test: python tools/bench/fla_env.py")
     return subprocess.run(
         [sys.executable, "-c", "from hscache.cli import main; main()", *map(str, args)],
         env=fla_env.transformers_environment(version),

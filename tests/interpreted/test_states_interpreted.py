@@ -21,7 +21,7 @@ NEW, OLD, UNGUARDED = f"fla {fla_env.NEW}", f"fla {fla_env.OLD}", f"fla {fla_env
 def rows(scored: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for version in (fla_env.NEW, fla_env.OLD):
         if not fla_env.is_ready(version):
-            pytest.skip(f"fla {version} is not installed for the interpreter: python tools/fla_env.py {version}")
+            pytest.skip(f"fla {version} is not installed for the interpreter: python tools/bench/fla_env.py {version}")
     store, run = scored
     found = compare_states(run, store, tmp_path_factory.mktemp("states"), [NEW, OLD, UNGUARDED], samples=2)
     return {row["states"]: row for row in found["rows"]}

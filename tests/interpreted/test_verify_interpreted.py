@@ -1,7 +1,7 @@
 """The commands on fla's real kernels: a store of the trained tiny hybrid, through Triton's interpreter.
 
-As in :mod:`test_fla_interpreted`, ``python tools/fla_env.py`` installs the packages once. The interpreter takes seconds
-per call, so the samples are few and short, and some cross the chunk border at 64 tokens.
+As in :mod:`test_fla_interpreted`, ``python tools/bench/fla_env.py`` installs the packages once. The interpreter takes
+seconds per call, so the samples are few and short, and some cross the chunk border at 64 tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hscache.build import build
+from hscache.build.run import build
 from hscache.manifest import load_manifest
 from hscache.store.index import committed_shards, read_shard
 
@@ -32,7 +32,7 @@ GDN_LAYERS = [0, 1, 2, 4, 5, 6]
 def hscache(fla: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the command line where this version of fla is installed and interpreted."""
     if not fla_env.is_ready(fla):
-        pytest.skip(f"fla {fla} is not installed for the interpreter: python tools/fla_env.py {fla}")
+        pytest.skip(f"fla {fla} is not installed for the interpreter: python tools/bench/fla_env.py {fla}")
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", "import fla_on_cpu; from hscache.cli import main; main()",
          *map(str, args)],
@@ -53,7 +53,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(pa.Table.from_pylist(rows), root / "corpus.parquet")
     path = root / "tiny-hybrid.toml"
     text = (ROOT / "manifests/build/demo.toml").read_text()
-    text = text.replace('"tools/tiny_hybrid"', f'"{ROOT}/tools/tiny_hybrid"')
+    text = text.replace('"tools/targets/tiny_hybrid"', f'"{ROOT}/tools/targets/tiny_hybrid"')
     path.write_text(text.replace("runs/demo/corpus.parquet", f"{root}/corpus.parquet"))
     return path
 

@@ -1,6 +1,6 @@
 """The oracles, other projects' packages, imported into this process and only when these tests are asked for.
 
-``python tools/oracle_env.py`` installs them once; then ``python -m pytest -m oracle``.
+``python tools/bench/oracle_env.py`` installs them once; then ``python -m pytest -m oracle``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tiny_targets
 @pytest.fixture(scope="session", autouse=True)
 def _oracles() -> None:
     if not oracle_env.is_ready():
-        pytest.skip("the oracles are not installed: python tools/oracle_env.py")
+        pytest.skip("the oracles are not installed: python tools/bench/oracle_env.py")
     oracle_env.import_oracles()
 
 

@@ -11,7 +11,7 @@ import pytest
 from bench_trainer import OURS, Work
 from trainer_learning import THEIR_START, THEIRS, learn
 
-from tests.trainers import SHAPE, training_store, write_manifest
+from tests.made.trainers import SHAPE, training_store, write_manifest
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 SMALL = Work(

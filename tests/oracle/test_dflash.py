@@ -14,19 +14,19 @@ import tiny_targets
 import torch
 from compare_walks import open_peer
 from dflash_peer import generate
+from hstrain.data.anchors import slot_tokens
+from hstrain.drafter.attention import Blocks
+from hstrain.drafter.losses import Head, SlotTargets, head_loss
+from hstrain.drafter.model import Drafter, block_inputs, initialise
+from hstrain.exchange.export import export_zlab
+from hstrain.exchange.importer import import_checkpoint
+from hstrain.live.decode import Draft, decode
+from hstrain.live.target import Sampling, open_target
 from torch import Tensor
 
 from hscache.store.head import TargetHead
-from tests import drafters
-from tests.live import head_of
-from trainer.anchors import slot_tokens
-from trainer.decode import Draft, decode
-from trainer.drafter import Drafter, block_inputs, initialise
-from trainer.export import export_zlab
-from trainer.importer import import_checkpoint
-from trainer.live_target import Sampling, open_target
-from trainer.losses import Head, SlotTargets, head_loss
-from trainer.masks import Blocks
+from tests.made import drafters
+from tests.made.live import head_of
 
 pytestmark = pytest.mark.oracle
 FACTS = {"target": "some/target"}

@@ -30,16 +30,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hstrain.data.anchors import anchor_candidates, slot_tokens
+from hstrain.drafter.attention import Blocks
+from hstrain.drafter.losses import BlockLoss, Head, SlotTargets, head_loss
+from hstrain.drafter.model import Drafter, block_inputs
+from hstrain.exchange.export import export_speculators, export_zlab
+from hstrain.exchange.importer import import_checkpoint
 from torch import Tensor
 
 from hscache.store.head import TargetHead
-from tests import drafters
-from trainer.anchors import anchor_candidates, slot_tokens
-from trainer.drafter import Drafter, block_inputs
-from trainer.export import export_speculators, export_zlab
-from trainer.importer import import_checkpoint
-from trainer.losses import BlockLoss, Head, SlotTargets, head_loss
-from trainer.masks import Blocks
+from tests.made import drafters
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 B, GAMMA = 8, 4.0

@@ -13,9 +13,9 @@ import zarr
 import hscache
 from hscache.store.index import read_shard
 from hscache.store.layout import StorePaths
-from tests.stores import little_manifest, make_store
-from tests.test_golden import V1
-from tests.test_lossy import by_the_readme
+from tests.made.stores import little_manifest, make_store
+from tests.store.test_golden import V1
+from tests.store.test_lossy import by_the_readme
 
 pytestmark = pytest.mark.oracle
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hstrain.drafter.attention import Blocks
+from hstrain.drafter.model import DrafterConfig
+from hstrain.exchange.export import export_speculators, export_zlab
+from hstrain.exchange.importer import read_checkpoint
 
 from hscache.errors import ConfigError
-from tests import drafters
-from tests.drafters import FULL, SLIDING
-from trainer.drafter import DrafterConfig
-from trainer.export import export_speculators, export_zlab
-from trainer.importer import read_checkpoint
-from trainer.masks import Blocks
+from tests.made import drafters
+from tests.made.drafters import FULL, SLIDING
 
 pytestmark = pytest.mark.oracle
 UNIFORM = {"full": [FULL] * 5, "sliding": [SLIDING] * 5}

@@ -1,0 +1,1 @@
+"""From corpus and manifest to a store."""

@@ -1,0 +1,394 @@
+"""Rewrite a store without its target: another codec, fewer taps, fewer logits.
+
+::
+
+    committed shard of the source
+      -> each sample, checked against its digest (damage must not get a fresh checksum)
+      -> taps picked, states decoded or encoded, logits cut
+      -> a shard with the same samples in the same places; the record of how it was computed is carried over
+
+The plan stays the source's, so shards become smaller, not fewer. The new ``manifest.json`` names the source's digest
+and what was changed. Like a build it can be stopped and run again: committed shards stay.
+
+Cost: one pass over the source; encoding to ``int8`` or ``int4`` on one core takes the time that
+:mod:`hscache.store.lossy` says.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import hscache
+from hscache.build.claim import ShardClaims, claim, now, refuse_foreign
+from hscache.build.plan import Plan, manifest_specs
+from hscache.build.run import PACKED, require_space
+from hscache.console import Interrupted, Progress, say, stop_on_signal
+from hscache.errors import ConfigError, InputError
+from hscache.health import CodecError, Health, RowErrors, RowStats, compare_rows, kl_nats, reduce_rows, spread
+from hscache.manifest import BuildManifest, Codec, parse_manifest
+from hscache.store import lossy
+from hscache.store.durable import Staging, copy_file, disk_errors, publish_directory
+from hscache.store.head import TargetHead, check_target, load_head
+from hscache.store.index import committed_shards, finalize, read_plan, read_shard
+from hscache.store.layout import ArraySpec, StorePaths, json_digest, scales_name
+from hscache.store.reader import Store, as_torch, coarsest_codec, decoded
+from hscache.store.shard_writer import ShardWriter
+
+if TYPE_CHECKING:
+    import torch
+
+_KL_SAMPLES_PER_SHARD, _KL_ROWS_PER_SAMPLE = 32, 2
+_STATES = ("hidden_states", "final_state")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a conversion does; None keeps what the source has.
+
+    Attributes:
+        codec: Of the new store.
+        taps: Decoder blocks to keep, ascending.
+        final_state: False drops the final state.
+        topk: Log-probabilities to keep for each supervised token.
+    """
+
+    codec: Codec | None = None
+    taps: tuple[int, ...] | None = None
+    final_state: bool = True
+    topk: int | None = None
+
+
+@dataclass
+class ConvertReport:
+    """What a conversion did.
+
+    Attributes:
+        source: Store that was read.
+        store: Store that was written.
+        codecs: Of source and new store.
+        exact: Whether the new store's states are the target's own, bit by bit.
+        shards: Shards of either store.
+        built: Shards committed by this run.
+        samples: Samples in the store.
+        bytes_before: Size of the source's array files.
+        bytes: Size of the new store's.
+        seconds: Wall time of this run.
+    """
+
+    source: str
+    store: str
+    codecs: tuple[str, str]
+    exact: bool
+    shards: int
+    built: int = 0
+    samples: int = 0
+    bytes_before: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+def convert(source: Path, out: Path, change: Change) -> ConvertReport:
+    """Rewrite a complete store, or finish doing so.
+
+    Args:
+        source: Store directory; it is only read.
+        out: Store directory; new, empty, or begun by the same conversion.
+        change: What to change.
+
+    Raises:
+        ConfigError: ``convert-nothing``, ``convert-lossy``, ``taps-invalid``.
+        InputError: ``store-unfinished``, ``array-absent``.
+        IntegrityError: ``store-damaged``, ``sample-digest``: the source is not what was committed.
+        HscacheError: As in a build: a foreign output, a full disk.
+        Interrupted: On the first SIGINT or SIGTERM, at the next sample.
+    """
+    started = time.monotonic()
+    store = Store(source)
+    if not store.complete:
+        done = len(committed_shards(source))
+        raise InputError(
+            "store-unfinished",
+            f"{source}: {done} of {store.manifest['plan']['shards']} shards are there",
+            hint="finish the build first: run its command again",
+        )
+    manifest = changed_manifest(store, change)
+    paths = StorePaths(out)
+    refuse_foreign(out)
+    with disk_errors(out), Staging(paths.staging) as staging, stop_on_signal() as stop:
+        plan = Plan(read_plan(source), store.manifest["corpus"], [], {})
+        digest = claim(paths, _document(store.manifest, manifest), plan, staging.path)
+        planned = range(store.manifest["plan"]["shards"])
+        todo = sorted(set(planned) - set(committed_shards(out)))
+        job = _Conversion(store, manifest, digest, staging.path)
+        hint = "convert to another disk, with fewer --taps, or to a smaller --codec"
+        require_space(sum(map(job.bytes_needed, todo)) // (2 if manifest.store.codec in PACKED else 1), out, hint)
+        _copy_target(source, out, staging.path)
+        progress, built = Progress("convert", sum(job.tokens(shard) for shard in todo), "tok"), 0
+
+        def made(shard: int) -> bool:
+            if not (paths.shard(shard) / "zarr.json").exists():
+                return False
+            progress.advance(job.tokens(shard))
+            return True
+
+        with ShardClaims(paths.manifest) as claims:
+            for shard in claims.shares(todo, made, stop):
+                job.convert(shard, paths.shard(shard), progress, stop)
+                built += 1
+        progress.close()
+        index = finalize(out, staging.path)
+    exact = coarsest_codec(store.manifest) == "raw" and job.to_scheme is None
+    codecs = (store.manifest["manifest"]["store"]["codec"], manifest.store.codec)
+    report = ConvertReport(str(source), str(out), codecs, exact, len(planned), built)
+    report.samples = int(np.count_nonzero(index["status"].to_numpy(zero_copy_only=False) == "ok"))
+    report.bytes_before, report.bytes = (_array_bytes(root) for root in (source, out))
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def changed_manifest(store: Store, change: Change) -> BuildManifest:
+    """Return the manifest of the new store, or say why there cannot be one.
+
+    Raises:
+        ConfigError: ``convert-nothing``, ``convert-lossy``, ``taps-invalid``.
+        InputError: ``array-absent``.
+    """
+    old = parse_manifest(store.manifest["manifest"], str(store.path))
+    codec = change.codec or old.store.codec
+    before = coarsest_codec(store.manifest)
+    if before != "raw" and codec in lossy.NAMES and codec != old.store.codec:
+        raise ConfigError(
+            "convert-lossy",
+            f"{store.path}: its states went through {before} already; {codec} would add its error to that",
+            hint="convert the lossless store that this one was made from",
+        )
+    taps = tuple(store.taps) if change.taps is None else change.taps
+    _check_taps(store, taps)
+    topk = old.logits.topk if change.topk is None else change.topk
+    if topk > old.logits.topk:
+        raise InputError("array-absent", f"{store.path}: top-{topk} asked for, top-{old.logits.topk} stored")
+    final_state = old.states.final_state and change.final_state
+    new = old.model_copy(
+        update={
+            "states": old.states.model_copy(update={"taps": taps, "final_state": final_state}),
+            "logits": old.logits.model_copy(update={"topk": topk}),
+            "store": old.store.model_copy(update={"codec": codec}),
+        }
+    )
+    if new == old:
+        raise ConfigError(
+            "convert-nothing",
+            f"{store.path}: codec {codec}, taps {list(taps)} and top-{topk} are what it has",
+            hint="give another --codec, or fewer --taps or --topk",
+        )
+    return new
+
+
+def _check_taps(store: Store, taps: Sequence[int]) -> None:
+    if not taps or list(taps) != sorted(set(taps)):
+        raise ConfigError("taps-invalid", f"taps {list(taps)}: not ascending", hint="--taps 1,8,14")
+    if absent := sorted(set(taps) - set(store.taps)):
+        raise InputError("array-absent", f"{store.path}: no tap {absent[0]}; stored are {store.taps}")
+
+
+def _document(source: dict[str, Any], manifest: BuildManifest) -> dict[str, Any]:
+    """Return ``manifest.json`` of the new store: the source's, with what was changed and where it comes from."""
+    old = source["manifest"]
+    body = {
+        **{name: source[name] for name in ("format_version", "target", "corpus", "plan")},
+        "manifest": manifest.model_dump(mode="json"),
+        "converted": {
+            "from": source["digest"],
+            "codec": old["store"]["codec"],
+            "states": old["states"],
+            "logits": old["logits"],
+            "built": source["created"],
+            "converted": source.get("converted"),
+        },
+        "created": {"hscache": hscache.__version__, "time": now()},
+    }
+    return {**body, "digest": json_digest(body)}
+
+
+def _copy_target(source: Path, out: Path, staging: Path) -> None:
+    there, here = StorePaths(source).target, StorePaths(out).target
+    if here.exists():
+        return
+    check_target(there, full=True)
+    directory = staging / "target"
+    directory.mkdir()
+    for path in sorted(there.iterdir()):
+        copy_file(path, directory / path.name)
+    publish_directory(directory, here)
+
+
+def _array_bytes(root: Path) -> int:
+    records = (read_shard(StorePaths(root).shard(shard), whole=True) for shard in committed_shards(root))
+    return sum(entry["bytes"] for record in records for entry in record["files"].values())
+
+
+class _Conversion:
+    """Converts shards of one store."""
+
+    def __init__(self, store: Store, manifest: BuildManifest, manifest_digest: str, staging: Path) -> None:
+        self._store, self._manifest = store, manifest
+        self._digest, self._staging = manifest_digest, staging
+        self._source = list(store.specs.values())
+        self._specs: list[ArraySpec] = manifest_specs(manifest, store.manifest["target"]["shape"]["hidden_size"])
+        self.from_scheme = store.specs["hidden_states"].scheme
+        self.to_scheme = next((spec.scheme for spec in self._specs if spec.scheme), None)
+        assert isinstance(manifest.states.taps, tuple)
+        self._picks = [store.taps.index(tap) for tap in manifest.states.taps]
+        self._head: TargetHead | None = None
+        if self._encodes and "final_state" in store.specs and manifest.states.final_state:
+            self._head = load_head(StorePaths(store.path).target)
+        if self.from_scheme is not None and self.to_scheme is None:
+            say(f"the states were stored as {self.from_scheme.name}: their decoded values are kept, error and all")
+
+    @property
+    def _encodes(self) -> bool:
+        return self.to_scheme is not None and self.from_scheme is None
+
+    def tokens(self, shard: int) -> int:
+        """Return the tokens of a shard."""
+        return sum(row["n_tokens"] for row in self._rows(shard) if not row["reason"])
+
+    def bytes_needed(self, shard: int) -> int:
+        """Return the size of the shard's data files without packing; an upper bound for packed codecs."""
+        rows = [row for row in self._rows(shard) if not row["reason"]]
+        counts = {"tokens": sum(row["n_tokens"] for row in rows), "loss": sum(row["n_loss"] for row in rows)}
+        return sum(spec.raw_file_bytes(counts[spec.axis]) for spec in self._specs)
+
+    def convert(self, shard: int, destination: Path, progress: Progress, stop: list[int]) -> None:
+        """Write one shard and commit it."""
+        record = read_shard(StorePaths(self._store.path).shard(shard), whole=True)
+        writer = ShardWriter(self._staging / uuid.uuid4().hex, self._specs, self._manifest.store.codec)
+        rows = self._rows(shard)
+        seen = _Seen(len(self._picks) + ("final_state" in self._store.specs), self._head)
+        asked = set(spread(np.flatnonzero([not row["reason"] for row in rows]), _KL_SAMPLES_PER_SHARD).tolist())
+        for number, row in enumerate(rows):
+            if stop:
+                raise Interrupted(stop[0])
+            if row["reason"]:
+                writer.reject(row["sample_id"], row["corpus_row"], row["n_tokens"], row["reason"], row["detail"])
+                continue
+            stored = self._store.stored(self._store.index_of(row["sample_id"]))
+            states = self._states(stored)
+            arrays = {**self._rest(stored), **self._written(stored, states)}
+            writer.add(row["sample_id"], row["corpus_row"], arrays)
+            seen.states(states)
+            if self._encodes:
+                before = np.flatnonzero(stored["loss_mask"][1:]) if number in asked else np.zeros(0, np.int64)
+                seen.decoded(states, decoded(arrays, self._specs), spread(before, _KL_ROWS_PER_SAMPLE))
+            progress.advance(row["n_tokens"])
+        writer.commit(destination, self._attributes(record, *seen.finish()))
+
+    def _rows(self, shard: int) -> list[dict[str, Any]]:
+        samples = read_shard(StorePaths(self._store.path).shard(shard))["samples"]
+        return [dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)]
+
+    def _states(self, stored: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.uint16]]:
+        """Return the source's states as bf16 bits, the wanted taps only."""
+        states = {**stored, **decoded(stored, self._source)}
+        picked = {"hidden_states": np.ascontiguousarray(states["hidden_states"][:, self._picks])}
+        return picked | ({"final_state": states["final_state"]} if "final_state" in states else {})
+
+    def _rest(self, stored: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return ids, mask and as many logits as are wanted."""
+        rest = {name: stored[name] for name in ("input_ids", "loss_mask")}
+        if k := self._manifest.logits.topk:
+            rest |= {name: stored[name][:, :k] for name in ("logit_ids", "logit_logprobs")}
+            rest["logit_lse"] = stored["logit_lse"]
+        return rest
+
+    def _written(
+        self, stored: dict[str, NDArray[Any]], states: dict[str, NDArray[np.uint16]]
+    ) -> dict[str, NDArray[Any]]:
+        """Return the state arrays of the new store."""
+        out: dict[str, NDArray[Any]] = {}
+        for name in _STATES[: 1 + self._manifest.states.final_state]:
+            if self.to_scheme is None:
+                out[name] = states[name]
+            elif self.from_scheme is None:
+                out[name], out[scales_name(name)] = lossy.encode_bits(states[name], self.to_scheme)
+            else:  # the same codec: codes are picked, not made again
+                for part in (name, scales_name(name)):
+                    out[part] = stored[part][:, self._picks] if name == "hidden_states" else stored[part]
+        return out
+
+    def _attributes(self, record: dict[str, Any], found: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+        """Return the new shard's record: the source's provenance, statistics of what is stored now."""
+        old = record["health"]
+        health = dict(found)
+        for name in ("rms", "typical_rms", "max_abs"):
+            # those of a final state that the source did not keep, or of states before they were encoded
+            final = [] if "final_state" in self._store.specs else [old[name][-1]]
+            keep = self.from_scheme is not None and self.to_scheme is not None
+            health[name] = [old[name][i] for i in (*self._picks, -1)] if keep else found[name] + final
+        if self._encodes:
+            health["codec"] = error
+        elif "codec" in old:
+            health["codec"] = self._carried(old["codec"])
+        made = {"from": record["content_digest"], "hscache": hscache.__version__, "time": now()}
+        return {
+            "shard": record["shard"],
+            "manifest_digest": self._digest,
+            "provenance": {**record["provenance"], "converted": made},
+            "health": health,
+        }
+
+    def _carried(self, error: dict[str, Any]) -> dict[str, Any]:
+        """Return the error of a source that was lossy, of the columns that are kept."""
+        if not error["tokens"]:
+            return error
+        columns = [*self._picks, *([-1] if self._manifest.states.final_state else [])]
+        return error | {name: [error[name][i] for i in columns] for name in ("rel_l2", "rel_l2_p99", "worst_cosine")}
+
+
+class _Seen:
+    """Statistics of a shard's states, and what encoding did to them."""
+
+    def __init__(self, columns: int, head: TargetHead | None) -> None:
+        self._health, self._error, self._head = Health(columns), CodecError(), head
+        self._true: list[torch.Tensor] = []
+        self._other: list[torch.Tensor] = []
+
+    def states(self, states: dict[str, NDArray[np.uint16]]) -> None:
+        """Count the source's states of a sample."""
+        self._health.add(RowStats.join(*(reduce_rows(_columns(states, name)) for name in states)))
+
+    def decoded(
+        self, states: dict[str, NDArray[np.uint16]], back: dict[str, NDArray[np.uint16]], rows: NDArray[np.int64]
+    ) -> None:
+        """Count how far a sample's decoded states are from the source's; the head will be asked about some rows."""
+        import torch
+
+        parts = [compare_rows(_columns(states, name), _columns(back, name)) for name in back]
+        rel_l2, apart = (torch.cat(part, dim=1).numpy() for part in zip(*parts, strict=True))
+        self._error.add(RowErrors(rel_l2, apart, np.full(len(rel_l2), np.nan, np.float32)))
+        if self._head is not None:
+            self._true.append(_columns(states, "final_state")[rows, 0])
+            self._other.append(_columns(back, "final_state")[rows, 0])
+
+    def finish(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return statistics and error as plain JSON."""
+        import torch
+
+        if self._head is not None and self._true:  # once a shard: the head becomes float32 for each call
+            true, other = self._head.logits(torch.cat([*self._true, *self._other])).chunk(2)
+            self._error.add_kl(kl_nats(true, other).numpy())
+        return self._health.to_json(), self._error.to_json()
+
+
+def _columns(states: dict[str, NDArray[np.uint16]], name: str) -> torch.Tensor:
+    """Return states as bf16 [tokens, columns, H]."""
+    tensor = as_torch(states[name], name)
+    return tensor if tensor.dim() == 3 else tensor[:, None]

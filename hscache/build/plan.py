@@ -1,0 +1,304 @@
+"""Which sample goes into which shard, and how large everything becomes: a pure function of corpus and manifest.
+
+The corpus is streamed once. Rows that cannot be used get a reason. The others are taken in windows of 1,024, sorted by
+length inside a window, cut into forward batches of at most ``limits.batch_tokens`` padded tokens, and the batches are
+shuffled inside the window with a fixed seed, so that a shard is no length class. Whole batches fill a shard until the
+next one would pass ``store.shard_bytes``. Nothing here knows the number of workers: any worker may build any shard, and
+another number of them may finish the job.
+
+Cost: one pass over the corpus; memory for one window of tokens and about 150 bytes of table per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from hscache.errors import InputError
+from hscache.manifest import BuildManifest
+from hscache.rows import CorpusRow, supervised
+from hscache.store.index import PLAN_SCHEMA
+from hscache.store.layout import ArraySpec, array_specs
+
+WINDOW_ROWS = 1024
+_SHUFFLE_SEED = 20260206  # arXiv 2602.06036
+
+REASONS: dict[str, str] = {
+    "bad-json": "the line is not a JSON object",
+    "bad-row": "ids or mask are missing or not lists of whole numbers",
+    "length-mismatch": "ids and mask differ in length",
+    "empty": "no tokens",
+    "bad-mask": "the mask holds something else than 0 and 1",
+    "ids-out-of-vocab": "a token id outside the target's vocabulary",
+    "too-few-supervised": "fewer supervised tokens than limits.min_loss_tokens",
+    "too-long": "more tokens than limits.max_tokens",
+    "duplicate-id": "the sample id was seen before",
+}
+"""Why the plan rejects a row; ``hscache.health.REASONS`` are those found while capturing."""
+
+
+class SampleSink(Protocol):
+    """Takes the accepted samples of one forward batch, in plan order."""
+
+    def write_batch(self, rows: list[CorpusRow]) -> None:
+        """Take one forward batch."""
+
+
+@dataclass
+class Plan:
+    """The result: a table, a digest of the corpus, and totals.
+
+    Attributes:
+        table: :data:`PLAN_SCHEMA`; planned samples in build order, then the rejected ones in corpus order.
+        corpus: Rows, digest over ids, masks and order of all rows.
+        batches: For each shard the numbers of its forward batches.
+        totals: Rows, rejected, samples, tokens, supervised tokens, padded tokens.
+    """
+
+    table: pa.Table
+    corpus: dict[str, Any]
+    batches: list[range]
+    totals: dict[str, int]
+    shard_rows: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens and supervised tokens of each shard."""
+
+    def reasons(self) -> dict[str, int]:
+        """Return reason code -> number of rejected rows."""
+        counts: dict[str, int] = {}
+        for reason in self.table["reason"].to_pylist():
+            if reason:
+                counts[reason] = counts.get(reason, 0) + 1
+        return counts
+
+
+def manifest_specs(manifest: BuildManifest, hidden_size: int) -> list[ArraySpec]:
+    """Return the arrays that a build of this manifest writes; its taps must be resolved."""
+    assert isinstance(manifest.states.taps, tuple)
+    return array_specs(
+        n_taps=len(manifest.states.taps),
+        hidden_size=hidden_size,
+        final_state=manifest.states.final_state,
+        topk=manifest.logits.topk,
+        chunk_tokens=manifest.store.chunk_tokens,
+        codec=manifest.store.codec,
+    )
+
+
+def make_plan(
+    rows: Iterable[CorpusRow],
+    manifest: BuildManifest,
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    sink: SampleSink | None = None,
+) -> Plan:
+    """Stream the corpus once and place every row.
+
+    Args:
+        rows: The corpus, in order.
+        manifest: With resolved taps.
+        hidden_size: H of the target.
+        vocab_size: Rows of the target's embedding; ids must be below.
+        sink: Receives the accepted samples batch by batch, in plan order.
+
+    Raises:
+        InputError: ``corpus-empty`` when no row can be used.
+    """
+    planner = _Planner(manifest, manifest_specs(manifest, hidden_size), vocab_size, sink)
+    for row in rows:
+        planner.take(row)
+    planner.flush_window()
+    plan = planner.result()
+    if not plan.totals["samples"]:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in plan.reasons().items()) or "it has no rows"
+        raise InputError(
+            "corpus-empty",
+            f"{manifest.corpus.path}: no row can be used ({reasons})",
+            hint=f"row 0: {plan.table['detail'][0]}" if len(plan.table) else "hscache generate writes a corpus",
+        )
+    return plan
+
+
+class _Planner:
+    def __init__(
+        self, manifest: BuildManifest, specs: list[ArraySpec], vocab_size: int, sink: SampleSink | None
+    ) -> None:
+        self._manifest, self._vocab_size, self._sink = manifest, vocab_size, sink
+        self._token_bytes = sum(s.row_bytes for s in specs if s.axis == "tokens")
+        self._loss_bytes = sum(s.row_bytes for s in specs if s.axis == "loss")
+        self._digest = xxhash.xxh3_128()
+        self._seen: set[bytes] = set()
+        self._window: list[tuple[CorpusRow, int]] = []
+        self._windows = 0
+        self._columns: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
+        self._rejected: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
+        self._shard, self._shard_bytes, self._order, self._n_batches = 0, 0, 0, 0
+        self._batches: list[range] = []
+        self._shard_rows: list[tuple[int, int]] = []
+        self._first_batch = 0
+        self._sums = [0, 0]
+        self._totals = dict.fromkeys(("rows", "rejected", "samples", "tokens", "loss_tokens", "padded_tokens"), 0)
+
+    def take(self, row: CorpusRow) -> None:
+        """Place one row: into the window, or among the rejected."""
+        self._totals["rows"] += 1
+        content = _content(row)
+        self._digest.update(content)
+        if not row.sample_id and row.input_ids is not None:
+            row = _with_id(row, content.hex())
+        reason, detail = (row.reason, row.detail) if row.reason else self._fault(row)
+        if not reason:
+            key = xxhash.xxh3_128_digest(row.sample_id.encode())
+            if key in self._seen:
+                reason, detail = "duplicate-id", f"{row.sample_id!r} was seen before"
+            self._seen.add(key)
+        n_tokens = 0 if row.input_ids is None else len(row.input_ids)
+        n_loss = supervised(row.loss_mask)
+        if reason:
+            self._totals["rejected"] += 1
+            line = (row.sample_id, row.row, -1, -1, -1, n_tokens, n_loss, "rejected", reason, detail, row.tag)
+            _append(self._rejected, line)
+            return
+        self._window.append((row, n_loss))
+        if len(self._window) == WINDOW_ROWS:
+            self.flush_window()
+
+    def flush_window(self) -> None:
+        """Cut the window into batches and give them to shards."""
+        window = sorted(self._window, key=lambda item: -len(_ids(item[0])))  # stable: equal lengths keep their order
+        batches = list(_cut(window, self._manifest.limits.batch_tokens))
+        order = np.random.default_rng((_SHUFFLE_SEED, self._windows)).permutation(len(batches))
+        for i in order:
+            self._place(batches[i])
+        self._window, self._windows = [], self._windows + 1
+
+    def _place(self, batch: list[tuple[CorpusRow, int]]) -> None:
+        n_tokens = sum(len(_ids(row)) for row, _ in batch)
+        n_loss = sum(loss for _, loss in batch)
+        n_bytes = n_tokens * self._token_bytes + n_loss * self._loss_bytes
+        if self._shard_bytes and self._shard_bytes + n_bytes > self._manifest.store.shard_bytes:
+            self._close_shard()
+        for row, loss in batch:
+            line = (
+                row.sample_id, row.row, self._shard, self._n_batches, self._order,
+                len(_ids(row)), loss, "planned", "", "", row.tag,
+            )  # fmt: skip
+            _append(self._columns, line)
+            self._order += 1
+        self._shard_bytes += n_bytes
+        self._n_batches += 1
+        self._sums = [self._sums[0] + n_tokens, self._sums[1] + n_loss]
+        self._totals["samples"] += len(batch)
+        self._totals["tokens"] += n_tokens
+        self._totals["loss_tokens"] += n_loss
+        self._totals["padded_tokens"] += len(batch) * len(_ids(batch[0][0]))
+        if self._sink is not None:
+            self._sink.write_batch([row for row, _ in batch])
+
+    def _close_shard(self) -> None:
+        self._batches.append(range(self._first_batch, self._n_batches))
+        self._shard_rows.append((self._sums[0], self._sums[1]))
+        self._shard, self._shard_bytes, self._order = self._shard + 1, 0, 0
+        self._first_batch, self._sums = self._n_batches, [0, 0]
+
+    def result(self) -> Plan:
+        """Return the plan; the planner is spent."""
+        if self._shard_bytes:
+            self._close_shard()
+        columns = {name: self._columns[name] + self._rejected[name] for name in PLAN_SCHEMA.names}
+        corpus = {"rows": self._totals["rows"], "digest": self._digest.hexdigest()}
+        table = pa.table(columns, schema=PLAN_SCHEMA)
+        return Plan(table, corpus, self._batches, self._totals, self._shard_rows)
+
+    def _fault(self, row: CorpusRow) -> tuple[str, str]:
+        """Return the reason code and detail of a row that cannot be used, or empty strings."""
+        ids, mask, limits = row.input_ids, row.loss_mask, self._manifest.limits
+        if ids is None or mask is None:
+            return "bad-row", "input_ids or loss_mask is missing"
+        if len(ids) != len(mask):
+            return "length-mismatch", f"{len(ids)} ids, {len(mask)} mask entries"
+        if not len(ids):
+            return "empty", "no tokens"
+        if mask.max() > 1:
+            return "bad-mask", f"mask holds {int(mask.max())}"
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocab_size:
+            bad = low if low < 0 else high
+            return "ids-out-of-vocab", f"id {bad}, vocabulary of {self._vocab_size}"
+        if len(ids) > limits.max_tokens:
+            return "too-long", f"{len(ids)} tokens, limit {limits.max_tokens}"
+        n_loss = supervised(mask)
+        if n_loss < limits.min_loss_tokens:
+            return "too-few-supervised", f"{n_loss} supervised tokens, at least {limits.min_loss_tokens} wanted"
+        return "", ""
+
+
+@dataclass(frozen=True)
+class ArrayBytes:
+    """Exact bytes of one array over all shards, without packing.
+
+    Attributes:
+        name: Array name.
+        per_row: Bytes of one row.
+        axis: ``tokens`` or ``loss``.
+        data: Rows times row bytes.
+        files: Size of the data files: whole chunks, checksums, shard indexes.
+    """
+
+    name: str
+    per_row: int
+    axis: str
+    data: int
+    files: int
+
+
+def array_bytes(plan: Plan, specs: list[ArraySpec]) -> list[ArrayBytes]:
+    """Return the exact size of every array of a plan."""
+    out = []
+    for spec in specs:
+        rows = [tokens if spec.axis == "tokens" else loss for tokens, loss in plan.shard_rows]
+        files = sum(spec.raw_file_bytes(n) for n in rows)
+        out.append(ArrayBytes(spec.name, spec.row_bytes, spec.axis, sum(rows) * spec.row_bytes, files))
+    return out
+
+
+def _ids(row: CorpusRow) -> NDArray[np.int32]:
+    assert row.input_ids is not None
+    return row.input_ids
+
+
+def _content(row: CorpusRow) -> bytes:
+    """Return the identity of a row: xxh3-128 of its ids and mask."""
+    digest = xxhash.xxh3_128()
+    for values in (row.input_ids, row.loss_mask):
+        if values is not None and len(values):
+            digest.update(len(values).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(values).data.cast("B"))
+    return digest.digest()
+
+
+def _with_id(row: CorpusRow, sample_id: str) -> CorpusRow:
+    return CorpusRow(row.row, sample_id, row.input_ids, row.loss_mask, row.tag, row.reason, row.detail)
+
+
+def _append(columns: dict[str, list[Any]], line: tuple[Any, ...]) -> None:
+    for name, value in zip(PLAN_SCHEMA.names, line, strict=True):
+        columns[name].append(value)
+
+
+def _cut(window: list[tuple[CorpusRow, int]], batch_tokens: int) -> Iterator[list[tuple[CorpusRow, int]]]:
+    """Cut samples sorted by falling length into batches; the first of a batch is its padded width."""
+    batch: list[tuple[CorpusRow, int]] = []
+    for item in window:
+        if batch and (len(batch) + 1) * len(_ids(batch[0][0])) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch

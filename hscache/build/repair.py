@@ -1,0 +1,133 @@
+"""Make a damaged store whole again, rebuilding only what is damaged.
+
+``verify`` names the shards and derived files that are not right; those are set aside and built again from the store's
+own manifest, plan and corpus. What is good stays as it is, byte for byte, and so does what is damaged when it cannot be
+built: a target or corpus that is elsewhere, other kernels, a full disk. A damaged ``manifest.json`` cannot be repaired:
+it is the one thing that says what the store should hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hscache.audit.verify import VerifyReport, verify
+from hscache.build.run import BuildReport, KernelPolicy, build
+from hscache.console import say
+from hscache.errors import ConflictError
+from hscache.manifest import parse_manifest
+from hscache.store.durable import Staging, disk_errors
+from hscache.store.index import finalize, read_manifest
+from hscache.store.layout import StorePaths
+
+_AUTO = KernelPolicy()
+
+
+@dataclass
+class RepairReport:
+    """What was repaired.
+
+    Attributes:
+        store: Store directory.
+        found: Codes of the findings -> how many.
+        rebuilt: Numbers of the shards that were built again.
+        rewritten: Other files that were made again.
+        build: What the build did; None when nothing had to be built.
+        ok: Whether the store is whole now.
+    """
+
+    store: str
+    found: dict[str, int] = field(default_factory=dict)
+    rebuilt: list[int] = field(default_factory=list)
+    rewritten: list[str] = field(default_factory=list)
+    build: BuildReport | None = None
+    ok: bool = True
+
+
+def repair(
+    root: Path,
+    *,
+    target: Path | None = None,
+    corpus: Path | None = None,
+    device: str | None = None,
+    kernels: KernelPolicy = _AUTO,
+) -> RepairReport:
+    """Verify a store and rebuild what is damaged.
+
+    Args:
+        root: Store directory.
+        target: Checkpoint directory; None for the manifest's.
+        corpus: Corpus; None for the manifest's.
+        device: Where the target runs.
+        kernels: Which kernel paths are accepted; the good shards' path is required unless named otherwise.
+
+    Raises:
+        ConflictError: ``store-converted``: only its source can give a converted store's shards again.
+        HscacheError: Of every group; ``store-damaged`` when ``manifest.json`` itself is damaged.
+        Interrupted: On the first SIGINT or SIGTERM, at the next batch.
+    """
+    document, paths = read_manifest(root), StorePaths(root)
+    before = verify(root)
+    report = RepairReport(str(root))
+    for finding in before.findings:
+        report.found[finding.code] = report.found.get(finding.code, 0) + 1
+    damaged = _damaged(paths, before)
+    if not report.found.keys() - {"file-extra"}:
+        report.ok = before.ok  # what no record names may be somebody's: it is told, not removed
+        return report
+    if "converted" in document and report.found.keys() - {"file-extra", "index-stale"}:
+        raise ConflictError(
+            "store-converted",
+            f"{root}: {len(before.findings)} findings, in a store that hscache convert made: no target can build it",
+            hint="convert its source again, into another --out; nothing was changed",
+        )
+    report.rebuilt = sorted({f.shard for f in before.findings if f.shard is not None and f.shard < before.shards})
+    report.rewritten = [path.name for path in damaged if path.parent != paths.shards]
+    say(f"{root}: {len(report.rebuilt)} shards to build again, and {', '.join(report.rewritten) or 'no other file'}")
+    with disk_errors(root), Staging(paths.staging) as staging, _set_aside(damaged, staging.path):
+        if "converted" in document:
+            finalize(root, staging.path)
+        else:
+            report.build = build(_manifest(document, target, corpus), root, device=device, kernels=kernels)
+    report.ok = verify(root).ok
+    return report
+
+
+@contextmanager
+def _set_aside(damaged: list[Path], staging: Path) -> Iterator[None]:
+    """Move what is damaged out of the way; back again, unless there is another, when it cannot be made anew.
+
+    Each goes by one rename: a repair that is killed leaves a store that a build can finish.
+    """
+    aside: list[tuple[Path, Path]] = []
+    try:
+        for path in damaged:
+            aside.append((path, staging / f"{path.parent.name}-{path.name}"))
+            path.rename(aside[-1][1])
+        yield
+    except BaseException:
+        for path, kept in aside:
+            if kept.exists() and not path.exists():
+                kept.rename(path)
+        raise
+
+
+def _damaged(paths: StorePaths, found: VerifyReport) -> list[Path]:
+    """Return what has to go: shards with findings, and derived files that are wrong."""
+    shards = {paths.shard(finding.shard) for finding in found.findings if finding.shard is not None}
+    codes = {finding.code for finding in found.findings}
+    others = {"plan-damaged": paths.plan, "index-stale": paths.index, "target-damaged": paths.target}
+    damaged = sorted(shards) + [path for code, path in others.items() if code in codes]
+    return [path for path in damaged if path.exists()]
+
+
+def _manifest(document: dict[str, Any], target: Path | None, corpus: Path | None) -> Any:
+    raw = dict(document["manifest"])
+    if target is not None:
+        raw["target"] = {**raw["target"], "path": str(target)}
+    if corpus is not None:
+        raw["corpus"] = {**raw["corpus"], "path": str(corpus)}
+    return parse_manifest(raw, "manifest.json")

@@ -1,0 +1,474 @@
+"""The main job: corpus and manifest in, a verified store out, resumable at every moment.
+
+Read top to bottom: :func:`build` stages the corpus, claims the store, and loops over the shards that are not committed
+yet. One thread runs the target; another checks, packs and writes what it hands over, at most two forward batches
+behind, so that memory stays at the model and a few batches however long the corpus is. A shard becomes visible when it
+is whole, and the next one's files are begun after that: whatever stops the process, the next start redoes at most the
+one in progress, and forward batches that nothing was written of. Builders of one store share its shards: each takes
+the next that no other has made or is at.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hscache.build.claim import ShardClaims, claim, now, refuse_foreign, store_document
+from hscache.build.plan import Plan, array_bytes, make_plan, manifest_specs
+from hscache.build.spool import Spool, SpoolWriter
+from hscache.console import Interrupted, Progress, say, size, stop_on_signal
+from hscache.corpus.readers import read_corpus
+from hscache.device import pick_device, pick_dtype
+from hscache.errors import ConflictError, EnvironmentFault
+from hscache.health import CodecError, Health
+from hscache.manifest import BuildManifest
+from hscache.model.facts import file_digests, read_shape, resolve_path, resolve_taps, tokenizer_files
+from hscache.rows import CorpusRow
+from hscache.store import lossy
+from hscache.store.durable import Staging, disk_errors
+from hscache.store.head import write_target
+from hscache.store.index import committed_shards, finalize, read_manifest, read_shard
+from hscache.store.layout import StorePaths
+from hscache.store.shard_writer import ShardWriter
+
+if TYPE_CHECKING:
+    from hscache.kernels.observe import KernelObservation
+    from hscache.kernels.sites import KernelRecord
+    from hscache.model.capture import Capturer, Pending
+    from hscache.model.loading import LoadedTarget
+
+_BATCHES_IN_FLIGHT = 2
+_FREE_MARGIN_BYTES = 256 << 20
+PACKED = ("lz4", "zstd")
+_SMALLER = 'build elsewhere, with fewer taps (--set "states.taps=[...]"), or with --set store.codec=zstd'
+
+
+@dataclass
+class BuildReport:
+    """What a build did.
+
+    Attributes:
+        store: Store directory.
+        shards: Planned shards.
+        built: Shards committed by this run.
+        samples: Samples in the store.
+        tokens: Their tokens.
+        loss_tokens: Their supervised tokens.
+        rejected: Reason code -> rows, over plan and capture.
+        bytes: Size of all shards on disk.
+        seconds: Wall time of this run.
+        capture_seconds: Of it, from the first forward batch to the last commit.
+    """
+
+    store: str
+    shards: int
+    built: int = 0
+    samples: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    seconds: float = 0.0
+    capture_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class KernelPolicy:
+    """Which kernel paths a build accepts.
+
+    Attributes:
+        choice: ``auto`` keeps what transformers chose, ``torch`` forces the references, ``fla`` never falls back.
+        allow_fallback: Let ``auto`` run torch references on a GPU where kernels exist.
+        accept_path: ``path_id`` of a kernel path that may differ from the one of the committed shards.
+    """
+
+    choice: Literal["auto", "torch", "fla"] = "auto"
+    allow_fallback: bool = False
+    accept_path: str | None = None
+
+
+def build(
+    manifest: BuildManifest,
+    out: Path,
+    *,
+    device: str | None = None,
+    fast_digest: bool = False,
+    kernels: KernelPolicy = KernelPolicy(),
+) -> BuildReport:
+    """Build a store, or finish one.
+
+    Args:
+        manifest: What to cache.
+        out: Store directory; new, empty, or begun with the same manifest.
+        device: Where the target runs, such as ``cuda:0``; None for CUDA if there is one.
+        fast_digest: Know the weight files by size and time instead of sha256.
+        kernels: Which kernel paths are accepted.
+
+    Raises:
+        HscacheError: Of every group; see :mod:`hscache.errors`.
+        Interrupted: On the first SIGINT or SIGTERM, at the next batch.
+    """
+    started = time.monotonic()
+    directory = resolve_path(manifest.target, download=True)
+    assert directory is not None
+    shape = read_shape(manifest.target, directory)
+    manifest = resolve_taps(manifest, shape)
+    paths = StorePaths(out)
+    refuse_foreign(out)
+    manifest = _with_dtype(manifest, paths, device)
+    with disk_errors(out), Staging(paths.staging) as staging, stop_on_signal() as stop:
+        with SpoolWriter(staging.path / "corpus.arrow") as sink:
+            rows = _until_stopped(read_corpus(Path(manifest.corpus.path).expanduser()), stop)
+            plan = make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
+        document = store_document(manifest, file_digests(directory, fast=fast_digest), plan)
+        if not paths.manifest.exists():  # else a store that never fits would be begun, and bind whoever tries smaller
+            require_space(bytes_needed(plan, manifest, range(len(plan.batches)), target=True, least=True), out)
+        digest = claim(paths, document, plan, staging.path)
+        _set_strays_aside(paths, staging.path)
+        todo = sorted(set(range(len(plan.batches))) - set(committed_shards(out)))
+        target_there = paths.target.exists()
+        require_space(bytes_needed(plan, manifest, todo, target=not target_there, least=True), out)
+        report = BuildReport(str(out), len(plan.batches))
+        if todo or not target_there:
+            what = f"{len(todo)} of {len(plan.batches)} shards to build" if todo else "target/ to write"
+            say(f"{what}; loading {directory.name} ({manifest.target.dtype})")
+            job = _Job(manifest, plan, paths, staging.path, digest, kernels, stop)
+            report.capture_seconds = job.run(todo, directory, device)
+            report.built = job.built
+        index = finalize(out, staging.path)
+    _fill_report(report, index, paths)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _with_dtype(manifest: BuildManifest, paths: StorePaths, device: str | None) -> BuildManifest:
+    """Return a manifest whose ``target.dtype``, where it is ``auto``, is the store's, or suits the device."""
+    if manifest.target.dtype != "auto":
+        return manifest
+    if paths.manifest.exists():
+        dtype = read_manifest(paths.root)["manifest"]["target"]["dtype"]
+    else:
+        dtype = pick_dtype("auto", pick_device(device))
+    return manifest.model_copy(update={"target": manifest.target.model_copy(update={"dtype": dtype})})
+
+
+def _set_strays_aside(paths: StorePaths, staging: Path) -> None:
+    """Move shard folders without ``zarr.json`` out of the way: no process of ours leaves one, but a deletion does."""
+    for path in paths.shards.glob("*.zarr"):
+        if not (path / "zarr.json").exists():
+            say(f"{path}: no zarr.json, so no shard; it is built again")
+            path.rename(staging / f"stray-{path.name}")
+
+
+def require_space(needed: int, out: Path, hint: str = _SMALLER) -> None:
+    """Refuse a build that cannot fit, before it begins.
+
+    Args:
+        needed: Bytes still to write, at least; the disk is watched at each shard again.
+        out: Store directory, which need not exist.
+        hint: What else to do.
+
+    Raises:
+        EnvironmentFault: ``disk-full``.
+    """
+    free = free_bytes(out)
+    if needed and needed + _FREE_MARGIN_BYTES > free:
+        raise EnvironmentFault(
+            "disk-full",
+            f"{out}: {size(needed)} to write, {size(free)} free ({size(_FREE_MARGIN_BYTES)} of it kept)",
+            hint=hint,
+        )
+
+
+def bytes_needed(plan: Plan, manifest: BuildManifest, todo: Sequence[int], *, target: bool, least: bool = False) -> int:
+    """Return what there is to write.
+
+    Args:
+        plan: The plan.
+        manifest: With its target's shape.
+        todo: Shards to write; their data files are counted without packing.
+        target: Whether ``target/`` is to be written, too.
+        least: Count packed states as half, less than which they hardly come to.
+    """
+    assert manifest.target.shape is not None
+    specs = manifest_specs(manifest, manifest.target.shape.hidden_size)
+    rest = Plan(plan.table, plan.corpus, [], {}, [plan.shard_rows[shard] for shard in todo])
+    arrays = sum(entry.files for entry in array_bytes(rest, specs))
+    return arrays // (2 if least and manifest.store.codec in PACKED else 1) + target * target_bytes(manifest)
+
+
+def target_bytes(manifest: BuildManifest) -> int:
+    """Return the size of ``target/`` in bf16: embedding and head; half as much where they are one."""
+    assert manifest.target.shape is not None
+    return 2 * 2 * manifest.target.shape.vocab_size * manifest.target.shape.hidden_size
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the file system that holds ``path`` or its nearest existing parent."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+class _Job:
+    """The capture of the shards that are left."""
+
+    def __init__(
+        self,
+        manifest: BuildManifest,
+        plan: Plan,
+        paths: StorePaths,
+        staging: Path,
+        manifest_digest: str,
+        kernels: KernelPolicy,
+        stop: list[int],
+    ) -> None:
+        self._manifest, self._plan, self._paths, self._staging = manifest, plan, paths, staging
+        self._manifest_digest, self._kernels, self._stop = manifest_digest, kernels, stop
+        self._paths_there: dict[str, dict[str, Any]] = {}
+        self.built = 0
+        """Shards committed by this process."""
+        self._own: dict[str, Any] | None = None
+        """What the shards of this process ran."""
+        self._done = self._rejected = self._bytes = 0
+
+    def run(self, todo: list[int], directory: Path, device: str | None) -> float:
+        """Load the target and capture; return seconds from the first forward batch to the last commit."""
+        # here, since planning and resuming a finished store need no torch
+        from hscache.kernels.observe import observe_kernels
+        from hscache.model.capture import Capturer
+        from hscache.model.loading import load_target
+
+        shape, states = self._manifest.target.shape, self._manifest.states
+        assert shape is not None
+        assert isinstance(states.taps, tuple)
+        target = load_target(self._manifest.target, shape, directory, pick_device(device))
+        self._accept_path(target)
+        self._write_target(target, directory)
+        codec = self._manifest.store.codec
+        capturer = Capturer(
+            target,
+            states.taps,
+            final_state=states.final_state,
+            topk=self._manifest.logits.topk,
+            scheme=lossy.scheme(codec, shape.hidden_size) if codec in lossy.NAMES else None,
+        )
+        started = time.monotonic()
+        with observe_kernels(target.model, self._kernels.choice) as observation:
+            self._capture(todo, capturer, observation)
+        return time.monotonic() - started
+
+    def _write_target(self, target: LoadedTarget, directory: Path) -> None:
+        tensors = {"embed": target.model.get_input_embeddings().weight}  # type: ignore[operator]
+        tensors |= {"lm_head": target.head.weight, "norm": target.norm.weight}
+        facts = {name: target.report[name] for name in ("class", "head", "embed_scale", "norm_kind", "norm_eps")}
+        copies = [directory / "config.json", *tokenizer_files(directory)]
+        write_target(self._paths.target, self._staging, tensors, {**facts, "shape": target.shape.model_dump()}, copies)
+
+    def _accept_path(self, target: LoadedTarget) -> None:
+        """Refuse a fallback on a GPU, and a path other than that of the committed shards."""
+        from hscache.kernels.observe import planned_records
+        from hscache.kernels.path import describe_path
+        from hscache.kernels.provenance import context, kernels, refuse_fallback
+
+        records = planned_records(target.model, self._kernels.choice)
+        if self._kernels.choice == "auto" and not self._kernels.allow_fallback:
+            refuse_fallback(records, target.device, self._manifest.target.path)
+        self._device = target.device
+        self._context = context(target.device, target.report)
+        self._planned = kernels(records, target.device)
+        say(f"kernel path: {describe_path(records)}")
+        for shard in committed_shards(self._paths.root):
+            self._accept_shard(shard)
+
+    def _accept_shard(self, shard: int) -> None:
+        """Refuse to go on beside a committed shard of another kernel path."""
+        record = read_shard(self._paths.shard(shard), whole=True)
+        there, made = record["provenance"], record["provenance"]["kernels"]
+        if made["path_id"] == self._kernels.accept_path or all(record["samples"]["reason"]):
+            return
+        here = {**self._context, "kernels": self._planned}
+        if made.get("planned_id") != self._planned["planned_id"]:
+            raise self._other_kernels(there, here)
+        self._paths_there[made["path_id"]] = there
+
+    def _other_kernels(self, there: dict[str, Any], here: dict[str, Any]) -> ConflictError:
+        from hscache.kernels.provenance import path_differences
+
+        return ConflictError(
+            "store-other-kernels",
+            f"{self._paths.root}: its shards were computed by another kernel path:\n  "
+            + "\n  ".join(path_differences(there, here)),
+            hint=f"restore that environment, or accept the mixture: --accept-path {there['kernels']['path_id']}",
+        )
+
+    def _capture(self, todo: list[int], capturer: Capturer, observation: KernelObservation) -> None:
+        spool = Spool(self._staging / "corpus.arrow")
+        progress = Progress("build", sum(self._plan.shard_rows[shard][0] for shard in todo), "tok")
+        in_flight: deque[Future[int]] = deque()
+
+        def collect(limit: int) -> None:
+            while len(in_flight) > limit:
+                tokens = in_flight.popleft().result()
+                progress.advance(tokens, self._note(progress, len(todo)))
+
+        def made(shard: int) -> bool:
+            """Return whether a shard is there; it must be of our kernel path."""
+            if not (self._paths.shard(shard) / "zarr.json").exists():
+                return False
+            self._accept_shard(shard)
+            if self._own is not None:
+                self._require_same(self._own)
+            self._done += 1
+            progress.advance(self._plan.shard_rows[shard][0], self._note(progress, len(todo)))
+            return True
+
+        with ShardClaims(self._paths.manifest) as claims, ThreadPoolExecutor(1, "writer") as writer:
+            for shard in claims.shares(todo, made, self._stop, lambda: collect(0)):
+                self._require_room(shard)
+                forwards = capturer.forwards
+                work = _Shard(self._staging, self._manifest, self._paths.shard(shard))
+                for number in self._plan.batches[shard]:
+                    if self._stop:
+                        raise Interrupted(self._stop[0])
+                    rows = spool.batch(number)
+                    work.expected += len(rows)
+                    for pending in capturer.start(rows):
+                        in_flight.append(writer.submit(work.take, pending))
+                    collect(_BATCHES_IN_FLIGHT)
+                # here: on the writer thread the next shard's calls would be counted with this one's
+                ran = self._ran(observation.take(), shard) if capturer.forwards > forwards else self._nothing_ran()
+                seen = {"oom_splits": capturer.oom_splits, **ran}
+                in_flight.append(writer.submit(self._commit, work, shard, seen))
+                self.built += 1
+                self._done += 1
+                # the shard before this one is committed by now, so that at most one waits for its first write
+                collect(_BATCHES_IN_FLIGHT)
+            collect(0)
+        progress.close()
+
+    def _ran(self, records: list[KernelRecord], shard: int) -> dict[str, Any]:
+        """Return the kernels that a shard ran; refuse it when they are no path, or not that of the other shards."""
+        from hscache.kernels.provenance import kernels, require_one_path
+
+        require_one_path(records, f"shard {shard}")
+        here = {**self._context, "kernels": kernels(records, self._device)}
+        self._require_same(here)
+        self._paths_there, self._own = {here["kernels"]["path_id"]: here}, here
+        return {"kernels": here["kernels"], "accepted_path": self._kernels.accept_path}
+
+    def _require_same(self, here: dict[str, Any]) -> None:
+        for path_id, there in self._paths_there.items():
+            if path_id != here["kernels"]["path_id"]:
+                raise self._other_kernels(there, here)
+
+    def _nothing_ran(self) -> dict[str, Any]:
+        """Return what a shard records that has no sample, since none fitted into memory: the path it would have run."""
+        return {"kernels": self._planned, "accepted_path": self._kernels.accept_path}
+
+    def _commit(self, work: _Shard, shard: int, seen: dict[str, Any]) -> int:
+        work.commit(
+            {
+                "shard": shard,
+                "manifest_digest": self._manifest_digest,
+                "provenance": {**self._context, **seen, "time": now()},
+            }
+        )
+        self._rejected += work.rejected
+        self._bytes += work.bytes
+        return 0
+
+    def _require_room(self, shard: int) -> None:
+        needed = bytes_needed(self._plan, self._manifest, [shard], target=False)
+        if free_bytes(self._paths.root) < needed + _FREE_MARGIN_BYTES // 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk says so, in the middle of a shard
+
+    def _note(self, progress: Progress, total: int) -> str:
+        rate = self._bytes / max(progress.elapsed_s, 1e-9)
+        free = size(free_bytes(self._paths.root))
+        return f"{size(rate)}/s, {self._done}/{total} shards, {self._rejected} rejected, {free} free"
+
+
+class _Shard:
+    """One shard while it is written, on the writer thread."""
+
+    def __init__(self, staging: Path, manifest: BuildManifest, destination: Path) -> None:
+        assert manifest.target.shape is not None
+        specs = manifest_specs(manifest, manifest.target.shape.hidden_size)
+        self._destination = destination
+        self._open_writer = partial(ShardWriter, staging / uuid.uuid4().hex, specs, manifest.store.codec)
+        assert isinstance(manifest.states.taps, tuple)
+        self._health = Health(len(manifest.states.taps) + 1)
+        self._codec_error = CodecError() if manifest.store.codec in lossy.NAMES else None
+        self.rejected = 0
+        self.bytes = 0
+        self.expected = 0
+        """Samples that will be taken; counted where the batches are made."""
+
+    @cached_property
+    def _writer(self) -> ShardWriter:
+        """Made by the writer thread, behind the commit of the shard before: files are those of one shard only."""
+        return self._open_writer()
+
+    def take(self, pending: Pending) -> int:
+        """Check and append the samples of a forward batch; return their tokens."""
+        tokens = 0
+        for sample in pending.samples():
+            row = sample.row
+            assert row.input_ids is not None
+            tokens += len(row.input_ids)
+            if sample.stats is None:
+                self._writer.reject(row.sample_id, row.row, len(row.input_ids), sample.reason, sample.detail)
+                self.rejected += 1
+                say(f"rejected {row.sample_id}: {sample.reason} ({sample.detail})")
+                continue
+            self._writer.add(row.sample_id, row.row, sample.arrays)
+            self._health.add(sample.stats)
+            if self._codec_error is not None and sample.errors is not None:
+                self._codec_error.add(sample.errors)
+            self.bytes += sum(array.nbytes for array in sample.arrays.values())
+        return tokens
+
+    def commit(self, attributes: dict[str, Any]) -> None:
+        """Make the shard visible, if every sample was taken.
+
+        When one was not, by a fault that passed (a full disk has room for small files), this call may be on its way
+        already: whoever waits for that sample is told, but only later.
+        """
+        if self._writer.n_samples != self.expected:
+            raise RuntimeError(f"{self._writer.n_samples} of {self.expected} samples taken")
+        health = self._health.to_json()
+        if self._codec_error is not None:
+            health["codec"] = self._codec_error.to_json()
+        self._writer.commit(self._destination, {**attributes, "health": health})
+
+
+def _until_stopped(rows: Iterable[CorpusRow], stop: list[int]) -> Iterator[CorpusRow]:
+    for row in rows:
+        if stop:
+            raise Interrupted(stop[0])
+        yield row
+
+
+def _fill_report(report: BuildReport, index: Any, paths: StorePaths) -> None:
+    for status, reason, tokens, loss in zip(
+        *(index[name].to_pylist() for name in ("status", "reason", "n_tokens", "n_loss")), strict=True
+    ):
+        if status == "ok":
+            report.samples += 1
+            report.tokens += tokens
+            report.loss_tokens += loss
+        else:
+            report.rejected[reason] = report.rejected.get(reason, 0) + 1
+    report.bytes = sum(path.stat().st_size for path in paths.shards.rglob("*") if path.is_file())

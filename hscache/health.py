@@ -1,0 +1,236 @@
+"""Is a captured sample fit to be stored? The battery that runs before commit, and again in ``verify``.
+
+States that are not finite, zero, constant or the same for two taps have all been trained on by somebody, with a loss
+that looked well. Everything is decided from four numbers per (token, tap): the row's smallest and largest element, its
+sum of squares, and whether it equals the next tap's row. They are computed where the states are, for the whole batch,
+and only they travel; thresholds and reason codes stand in this file alone.
+
+A lossy codec changes states: how far is measured in the same way for every row, and summed up in the shard's record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+REASONS: dict[str, str] = {
+    "non-finite": "a state or logit is NaN or infinite, or a state so large that its square is",
+    "zero-tap": "a tap is zero at every token of the sample",
+    "constant-row": "a state vector has one value in all channels",
+    "constant-tap": "a tap has the same state at every token of the sample",
+    "duplicate-taps": "two neighbouring taps are equal at every token of the sample",
+    "length-mismatch": "states and token ids differ in length",
+    "out-of-memory": "the sample alone does not fit into memory",
+}
+"""Why capture rejects a sample; ``hscache.build.plan.REASONS`` are those found before."""
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """Reduced states of N tokens at L taps, on the host.
+
+    Attributes:
+        low: float32 [N, L], smallest element of each state vector; NaN if any element is.
+        high: float32 [N, L], largest element.
+        square: float32 [N, L], mean of squares.
+        same_as_next_tap: bool [N, L-1], the vector equals the next tap's, bit by bit.
+        same_as_next_row: bool [N, L], the vector equals the next token's; the last row is False.
+    """
+
+    low: NDArray[np.float32]
+    high: NDArray[np.float32]
+    square: NDArray[np.float32]
+    same_as_next_tap: NDArray[np.bool_]
+    same_as_next_row: NDArray[np.bool_]
+
+    @classmethod
+    def join(cls, *parts: list[torch.Tensor]) -> RowStats:
+        """Put the reductions of several state arrays side by side; tensors must be on the host."""
+        return cls(*(np.concatenate([t.numpy() for t in column], axis=1) for column in zip(*parts, strict=True)))
+
+    def rows(self, start: int, stop: int) -> RowStats:
+        """Return the statistics of a token range."""
+        return RowStats(*(getattr(self, name)[start:stop] for name in self.__dataclass_fields__))
+
+
+def reduce_rows(states: torch.Tensor) -> list[torch.Tensor]:
+    """Reduce states where they are, without waiting for the device: the fields of :class:`RowStats`, as tensors.
+
+    Args:
+        states: bf16 or float32 [N, L, H] on any device.
+    """
+    import torch
+
+    low, high = torch.aminmax(states, dim=-1)
+    # in float32: the squares of a massive activation pass bf16's precision, not its range
+    square = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).square() / states.shape[-1]
+    bits = states.view(torch.int16 if states.dtype == torch.bfloat16 else torch.int32)
+    next_tap = (bits[:, 1:] == bits[:, :-1]).all(dim=-1)
+    next_row = torch.zeros_like(low, dtype=torch.bool)
+    next_row[:-1] = (bits[1:] == bits[:-1]).all(dim=-1)
+    return [low.float(), high.float(), square, next_tap, next_row]
+
+
+def find_fault(stats: RowStats, taps: list[int] | tuple[int, ...]) -> tuple[str, str]:
+    """Return reason code and detail of the first fault of one sample, or two empty strings.
+
+    Args:
+        stats: Of the sample's rows.
+        taps: Decoder block of each column, for the detail; a column behind them is the final state.
+    """
+    names = [f"tap {tap}" for tap in taps] + ["final state"] * (stats.low.shape[1] - len(taps))
+    finite = np.isfinite(stats.low) & np.isfinite(stats.high) & np.isfinite(stats.square)
+    if not finite.all():
+        row, column = np.argwhere(~finite)[0]
+        return "non-finite", f"{names[column]}, token {row}; {int((~finite).sum())} state vectors in all"
+    zero = ((stats.low == 0) & (stats.high == 0)).all(axis=0)
+    if zero.any():
+        return "zero-tap", f"{names[int(zero.argmax())]}"
+    constant = stats.low == stats.high
+    if constant.any():
+        row, column = np.argwhere(constant)[0]
+        return "constant-row", f"{names[column]}, token {row}: every channel is {stats.low[row, column]:g}"
+    if len(stats.low) > 1:
+        same = stats.same_as_next_row[:-1].all(axis=0)
+        if same.any():
+            return "constant-tap", f"{names[int(same.argmax())]}: the same state at all {len(stats.low)} tokens"
+    twins = stats.same_as_next_tap.all(axis=0)
+    if twins.any():
+        column = int(twins.argmax())
+        return "duplicate-taps", f"{names[column]} equals {names[column + 1]} at every token"
+    return "", ""
+
+
+class Health:
+    """Running statistics of what a shard holds, kept in its record.
+
+    Args:
+        n_columns: Taps, and one more for the final state.
+    """
+
+    def __init__(self, n_columns: int) -> None:
+        self._tokens = 0
+        self._square = np.zeros(n_columns, np.float64)
+        self._log_square = np.zeros(n_columns, np.float64)
+        self._largest = np.zeros(n_columns, np.float64)
+
+    def add(self, stats: RowStats) -> None:
+        """Count one accepted sample."""
+        self._tokens += len(stats.low)
+        self._square += stats.square.sum(axis=0, dtype=np.float64)
+        # the square of a state below 1e-23 is zero
+        self._log_square += np.log(np.maximum(stats.square, np.finfo(np.float32).tiny), dtype=np.float64).sum(axis=0)
+        self._largest = np.maximum(self._largest, np.maximum(-stats.low, stats.high).max(axis=0))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return ``rms``, ``typical_rms`` and ``max_abs`` per tap, the final state last.
+
+        ``typical_rms`` is the geometric mean over tokens: unlike ``rms`` it is not ruled by the few tokens with massive
+        activations, so that shards can be compared.
+        """
+        n = max(self._tokens, 1)
+        return {
+            "tokens": self._tokens,
+            "rms": [float(x) for x in np.sqrt(self._square / n)],
+            "typical_rms": [float(x) for x in np.exp(self._log_square / n / 2)],
+            "max_abs": [float(x) for x in self._largest],
+        }
+
+
+@dataclass(frozen=True)
+class RowErrors:
+    """How far decoded states are from the true ones, for N tokens and C columns (taps, then the final state if stored).
+
+    Attributes:
+        rel_l2: float32 [N, C], norm of the difference over the norm of the state.
+        apart: float32 [N, C], 1 - cosine.
+        kl_nats: float32 [N], KL divergence of the distribution after the decoded final state from the true one; NaN
+            where it was not computed.
+    """
+
+    rel_l2: NDArray[np.float32]
+    apart: NDArray[np.float32]
+    kl_nats: NDArray[np.float32]
+
+    def rows(self, start: int, stop: int) -> RowErrors:
+        """Return the errors of a token range."""
+        return RowErrors(self.rel_l2[start:stop], self.apart[start:stop], self.kl_nats[start:stop])
+
+
+def compare_rows(states: torch.Tensor, decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``rel_l2`` and ``apart`` of :class:`RowErrors`, float32 [N, C], where the states are.
+
+    Args:
+        states: bf16 [N, C, H].
+        decoded: The same after encoding and decoding.
+    """
+    import torch
+
+    columns = []
+    for column in range(states.shape[1]):  # one at a time: the float32 of all taps is twice what the taps take
+        x, y = states[:, column].float(), decoded[:, column].float()
+        long_x, long_y = (torch.linalg.vector_norm(z, dim=-1).clamp_min_(1e-30) for z in (x, y))
+        rel_l2 = torch.linalg.vector_norm(y - x, dim=-1) / long_x
+        # half the squared distance of unit vectors: 1 - cosine itself loses everything below 1e-7
+        apart = torch.linalg.vector_norm(y / long_y[:, None] - x / long_x[:, None], dim=-1).square() / 2
+        columns.append((rel_l2, apart))
+    rel_l2_NC, apart_NC = (torch.stack(part, dim=1) for part in zip(*columns, strict=True))
+    return rel_l2_NC, apart_NC
+
+
+def kl_nats(true_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Return the KL divergence of softmax(logits) from softmax(true_logits), float32 [R], of logits [R, V]."""
+    import torch
+
+    log_p, log_q = (torch.log_softmax(part.float(), dim=-1) for part in (true_logits, logits))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def spread(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return at most ``count`` of these rows, evenly spread."""
+    picked: NDArray[np.int64] = rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int))]
+    return picked
+
+
+class CodecError:
+    """What a lossy codec did to the states of a shard, kept in its record.
+
+    Memory: 8 bytes for each state vector of the shard.
+    """
+
+    def __init__(self) -> None:
+        self._rel_l2: list[NDArray[np.float32]] = []
+        self._apart: list[NDArray[np.float32]] = []
+        self._kl: list[NDArray[np.float32]] = []
+
+    def add(self, errors: RowErrors) -> None:
+        """Count one sample."""
+        self._rel_l2.append(errors.rel_l2)
+        self._apart.append(errors.apart)
+        self.add_kl(errors.kl_nats[~np.isnan(errors.kl_nats)])
+
+    def add_kl(self, kl_nats: NDArray[np.float32]) -> None:
+        """Count KL divergences of supervised tokens, float32 [R]."""
+        self._kl.append(kl_nats)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return mean and 99th percentile of the relative L2 error, and the worst token's cosine, per tap, the final
+        state last; and the mean KL divergence through the head over ``kl_rows`` supervised tokens (None without any).
+        """
+        if not self._rel_l2:
+            return {"tokens": 0, "rel_l2": [], "rel_l2_p99": [], "worst_cosine": [], "kl_nats": None, "kl_rows": 0}
+        rel_l2, kl = np.concatenate(self._rel_l2), np.concatenate(self._kl)
+        return {
+            "tokens": len(rel_l2),
+            "rel_l2": [float(x) for x in rel_l2.mean(axis=0, dtype=np.float64)],
+            "rel_l2_p99": [float(x) for x in np.quantile(rel_l2, 0.99, axis=0)],
+            "worst_cosine": [1 - float(x) for x in np.concatenate(self._apart).max(axis=0)],
+            "kl_nats": float(kl.mean(dtype=np.float64)) if len(kl) else None,
+            "kl_rows": len(kl),
+        }

@@ -1,0 +1,1 @@
+"""Which kernels run, and proof of it."""

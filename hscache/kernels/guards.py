@@ -1,0 +1,257 @@
+"""Why a kernel package cannot be used, and which combinations of versions compute wrong states.
+
+transformers catches whatever a kernel package raises at import and says "not installed"; the probes here import the
+same names and keep the true error. The guards know the combinations that run without an error and are wrong, or that
+ignore an installed package. Everything is measured; the versions are in the messages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+from hscache.errors import EnvironmentFault
+from hscache.kernels.sites import OPS, Function, Site, classify
+
+PACKAGES = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+"""Import name -> distribution of the kernel packages."""
+
+DISTRIBUTIONS = (
+    "transformers", "torch", "triton", "flash-linear-attention", "fla-core", "causal-conv1d", "mamba-ssm", "kernels",
+    "flash-qla", "tilelang", "flash-attn", "accelerate", "safetensors",
+)  # fmt: skip
+_ENVIRONMENT = re.compile(r"^(FLA_|TRITON_|USE_HUB_KERNELS$|NVIDIA_TF32|CUBLAS_|CUDA_VISIBLE_DEVICES$|PYTORCH_)")
+_FIXED_FLA = "0.5.0"
+
+
+@dataclass(frozen=True)
+class PackageProbe:
+    """Whether a kernel package can be imported here, and the exact error when it cannot."""
+
+    package: str
+    distribution: str
+    version: str | None
+    """Of the distribution; None when no metadata says it is installed."""
+    ok: bool
+    error: str | None
+    """``Type: message`` of the import, in full; None when it works."""
+    mend: str | None
+    """The command that mends it; None when nothing is to mend."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class GuardFinding:
+    """A combination of versions that must not compute states, or that does less than it seems."""
+
+    code: str
+    message: str
+    mend: str
+    refuse: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return asdict(self)
+
+
+def probe_package(package: str, ops: Sequence[str] | None = None) -> PackageProbe:
+    """Import what transformers would take from ``package`` and keep the error.
+
+    Args:
+        package: ``fla``, ``causal_conv1d`` or ``mamba_ssm``.
+        ops: Ops that are needed of it; by default all that it implements.
+    """
+    wanted = [op for op, facts in OPS.items() if facts.package == package] if ops is None else list(ops)
+    distribution = PACKAGES[package]
+    version = installed_versions().get(distribution)
+    errors = {op: error for op in wanted if (error := _import_error(op)) is not None}
+    if not errors:
+        return PackageProbe(package, distribution, version, True, None, None)
+    texts = list(dict.fromkeys(errors.values()))
+    error = texts[0] if len(texts) == 1 else "; ".join(f"{op}: {text}" for op, text in errors.items())
+    return PackageProbe(package, distribution, version, False, error, mend_command(package, version))
+
+
+def probe_packages() -> list[PackageProbe]:
+    """Return :func:`probe_package` of each kernel package."""
+    return [probe_package(package) for package in PACKAGES]
+
+
+def mend_command(package: str, version: str | None) -> str:
+    """Return the command that makes ``package`` importable: install it, or build it anew when it is broken."""
+    if version is not None:
+        return f"pip install --upgrade --force-reinstall --no-deps --no-cache-dir {PACKAGES[package]}"
+    return "pip install mamba-ssm --no-build-isolation" if package == "mamba_ssm" else "pip install 'hscache[gpu]'"
+
+
+def import_op(op: str) -> Function:
+    """Return the kernel package's own function for ``op``.
+
+    Raises:
+        EnvironmentFault: ``kernel-missing``, with the import's own error.
+    """
+    facts = OPS[op]
+    error = _import_error(op)
+    if error is not None:
+        version = installed_versions().get(PACKAGES[facts.package])
+        raise EnvironmentFault(
+            "kernel-missing",
+            f"{facts.package} is forced for {op}, but {facts.module}.{op} cannot be imported: {error}",
+            hint=mend_command(facts.package, version),
+        )
+    function: Function = getattr(sys.modules[facts.module], op)
+    return function
+
+
+def guard_findings(sites: Sequence[Site], plans: Mapping[tuple[str, str], Function | None]) -> list[GuardFinding]:
+    """Return the reasons to refuse a plan: combinations that give wrong states without any error.
+
+    Args:
+        sites: The model's sites.
+        plans: What would run, by (layer, op).
+    """
+    versions = installed_versions()
+    grouped = [
+        site
+        for site in sites
+        if site.wiring in ("closure", "attribute") and _grouped(site)
+        if classify(plans[site.layer, site.op])[0] == "fla"
+    ]
+    if not grouped or not fla_breaks_grouped_heads(versions):
+        return []
+    site = grouped[0]
+    heads = f"{site.module.num_v_heads} value heads over {site.module.num_k_heads} key heads"
+    fla, transformers = versions.get("flash-linear-attention") or versions.get("fla-core"), versions["transformers"]
+    return [
+        GuardFinding(
+            "fla-grouped-heads",
+            f"flash-linear-attention {fla} with transformers {transformers} computes wrong states for grouped value "
+            f"heads ({site.layer}: {heads}), without an error",
+            f"pip install --upgrade 'flash-linear-attention>={_FIXED_FLA}'",
+            refuse=True,
+        )
+    ]
+
+
+def version_findings(sites: Sequence[Site]) -> list[GuardFinding]:
+    """Return what the installed versions do silently: an installed fla that transformers 5.15 and 5.16 never use."""
+    versions = installed_versions()
+    transformers = _version(versions, "transformers")
+    if transformers is None or not Version("5.15.0.dev0") <= transformers < Version("5.17.0.dev0"):
+        return []
+    ignored = [
+        site for site in sites if site.wiring == "closure" and site.op in OPS and OPS[site.op].package == "fla"
+        if classify(site.bound())[0] == "torch" and _import_error(site.op) is None
+    ]  # fmt: skip
+    if not ignored:
+        return []
+    return [
+        GuardFinding(
+            "fla-ignored",
+            f"transformers {transformers} runs {ignored[0].op} in torch although flash-linear-attention "
+            f"{versions.get('flash-linear-attention')} can be imported: it does not look into the package's submodules",
+            "pip install --upgrade 'transformers>=5.17', or force fla",
+            refuse=False,
+        )
+    ]
+
+
+def fla_breaks_grouped_heads(versions: Mapping[str, str | None]) -> bool:
+    """Return whether these versions give wrong states for more value heads than key heads.
+
+    transformers >= 5.23 passes queries and keys without repeating them; fla's delta rule up to 0.4.2 reads them as if
+    they had been repeated.
+    """
+    transformers = _version(versions, "transformers")
+    fla = _version(versions, "flash-linear-attention") or _version(versions, "fla-core")
+    return (
+        transformers is not None
+        and fla is not None
+        and transformers >= Version("5.23.0.dev0")
+        and fla < Version(f"{_FIXED_FLA}.dev0")
+    )
+
+
+def fla_backends() -> list[str]:
+    """Return fla's run-time backends that ran in this process, as ``operation:function:backend``.
+
+    fla >= 0.6 may replace its Triton kernels at each call (FlashQLA, TileLang, Gluon). Its registries keep the names
+    of what they used, and of what they tried and rejected; only the former are returned.
+    """
+    module = sys.modules.get("fla.backends")
+    used: set[str] = set()
+    for name in ("_operation_registries", "_function_registries"):
+        for registry in getattr(module, name, {}).values():
+            used |= {entry for entry in getattr(registry, "_logged", ()) if not entry.endswith(":fail")}
+    return sorted(used)
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Return the version of each package that can change states; None for those that are not installed."""
+    versions: dict[str, str | None] = {}
+    for name in DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def environment() -> dict[str, Any]:
+    """Return what a shard's provenance says of the machine and process, as plain JSON values."""
+    cuda = torch.cuda.is_available()
+    return {
+        "versions": installed_versions(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "capability": list(torch.cuda.get_device_capability()) if cuda else None,
+        "device_memory_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
+        "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        "bf16_reduced_precision": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "env": {name: value for name, value in sorted(os.environ.items()) if _ENVIRONMENT.match(name)},
+    }
+
+
+def _import_error(op: str) -> str | None:
+    facts = OPS[op]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a package's complaints about the machine are not this command's output
+            getattr(importlib.import_module(facts.module), op)
+    except Exception as error:  # anything at all may come out of a foreign import, and its text is what is wanted
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _grouped(site: Site) -> bool:
+    value, key = getattr(site.module, "num_v_heads", None), getattr(site.module, "num_k_heads", None)
+    return isinstance(value, int) and isinstance(key, int) and value > key
+
+
+def _version(versions: Mapping[str, str | None], name: str) -> Version | None:
+    text = versions.get(name)
+    try:
+        return Version(text) if text else None
+    except InvalidVersion:
+        return None

@@ -1,0 +1,1 @@
+"""The target: what its config says, loading, capture."""

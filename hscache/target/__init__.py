@@ -1,1 +1,0 @@
-"""The target model: what it is, how it is loaded, and how its states are captured."""

@@ -1,0 +1,391 @@
+"""``hstrain eval``: its figures are those of a direct computation, and what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hstrain.data.packs import split
+from hstrain.drafter.losses import Head
+from hstrain.drafter.model import Drafter, DrafterConfig
+from hstrain.exchange.export import export_zlab
+from hstrain.run.checkpoint import load_drafter
+from hstrain.score.ddtree import SIZES
+from hstrain.score.report import evaluate, print_evaluation
+from hstrain.score.walk import SampleScore, score_sample
+from hstrain.train.fit import fit
+
+import hscache
+from hscache.errors import HscacheError
+from hscache.store.head import TargetHead, load_head
+from tests.made.stores import HIDDEN, VOCAB, Little, head_weights
+from tests.made.trainers import train_manifest, training_store
+
+TAPS = [0, 2]
+"""Of the drafter: not the last block's, which no engine's layout can hold, and fewer than the store has."""
+SHAPE = {"num_layers": 4, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+
+
+pytestmark = pytest.mark.usefixtures("no_disk")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("report")
+
+
+@pytest.fixture(scope="module")
+def little(folder: Path) -> Little:
+    return training_store(folder / "raw", says={"shape": SHAPE})
+
+
+@pytest.fixture(scope="module")
+def int8(folder: Path) -> Little:
+    """The same corpus, its states through a lossy codec."""
+    return training_store(folder / "int8", says={"shape": SHAPE}, store={"codec": "int8", "chunk_tokens": 4})
+
+
+@pytest.fixture(scope="module")
+def run(little: Little, folder: Path) -> Path:
+    """A run whose drafter says some tokens rightly: its figures are not those of chance."""
+    manifest = train_manifest(
+        drafter={"taps": TAPS}, optim={"max_steps": 60, "lr": 3e-2, "epochs": 99}, run={"validate_every": 30}
+    )
+    fit(manifest, little.path, folder / "run", device="cpu")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def zlab(run: Path, little: Little, folder: Path) -> Path:
+    """The run's drafter in float32, as others keep it."""
+    drafter, _ = load_drafter(run)
+    head = load_head(little.path / "target")
+    export_zlab(drafter, head, folder / "zlab", provenance={"target": "little"}, dtype="float32")
+    return folder / "zlab"
+
+
+@pytest.fixture(scope="module")
+def scores(run: Path, little: Little) -> list[SampleScore]:
+    """The held-out samples, scored one by one."""
+    drafter, _ = load_drafter(run)
+    store, head = hscache.open(little.path), Head(load_head(little.path / "target"), "cpu", torch.float32)
+    numbers = split(store, 0.3)[1]
+    return [score_sample(drafter, head, store.sample(i, taps=drafter.config.taps), trees=SIZES) for i in numbers]
+
+
+@pytest.fixture(scope="module")
+def row(run: Path, little: Little) -> dict[str, Any]:
+    found = evaluate([run], [little.path], device="cpu")
+    assert (found["held_out"], found["precision"], len(found["rows"])) == (0.3, "fp32", 1)
+    return dict(found["rows"][0])
+
+
+def figures(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what a row says of the drafter, without the names and the comparison with another row."""
+    names = ("checkpoint", "resolved", "store", "less_first", "trained_on")
+    return {key: value for key, value in row.items() if key not in names}
+
+
+def refusal(*args: Any, **options: Any) -> HscacheError:
+    with pytest.raises(HscacheError) as caught:
+        evaluate(*args, device="cpu", **options)
+    return caught.value
+
+
+def test_figures_are_those_of_the_samples_that_training_held_out(
+    row: dict[str, Any], scores: list[SampleScore], run: Path, little: Little
+) -> None:
+    walks = [score.walk(score.streak) for score in scores]
+    assert row["tau"] == sum(map(sum, walks)) / sum(map(len, walks)) > 1
+    assert row["samples"] == len(scores) > 2
+    assert row["anchors"] == sum(len(score.anchors_N) for score in scores)
+    for i, size in enumerate(SIZES):
+        trees = [score.walk(score.tree_Ns[:, i]) for score in scores]
+        assert row["ddtree"][str(size)] == sum(map(sum, trees)) / sum(map(len, trees))
+    assert (row["checkpoint"], row["store"]) == (str(run), str(little.path))
+    assert row["resolved"].startswith(f"{run}/checkpoints/step-")
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_tau_by_tag_is_that_of_the_tags_samples_and_adds_up(row: dict[str, Any], scores: list[SampleScore]) -> None:
+    tags = {little_tag: [s for s in scores if s.tag == little_tag] for little_tag in ("math", "code")}
+    walks = {tag: [step for s in some for step in s.walk(s.streak)] for tag, some in tags.items()}
+    assert row["by_tag"] == {tag: np.mean(walk) for tag, walk in walks.items()}
+    steps = {tag: len(walk) for tag, walk in walks.items()}
+    whole = sum(row["by_tag"][tag] * steps[tag] for tag in steps) / sum(steps.values())
+    assert whole == pytest.approx(row["tau"])
+
+
+def test_tau_all_by_position_adds_up(run: Path, little: Little) -> None:
+    # of samples that it learnt, too: there a draft may reach the end of a turn, beyond which nothing is yielded
+    (row,) = evaluate([run], [little.path], held_out=1, device="cpu")["rows"]
+    drafter, _ = load_drafter(run)
+    store, head = hscache.open(little.path), Head(load_head(little.path / "target"), "cpu", torch.float32)
+    bins: dict[str, list[int]] = {}
+    ends = 0
+    for i in range(len(store)):
+        score = score_sample(drafter, head, store.sample(i, taps=drafter.config.taps))
+        for place, (streak, left) in enumerate(zip(score.streak.tolist(), score.left_N.tolist(), strict=True)):
+            bins.setdefault("0 .. 15" if place < 16 else "16 .. 63", []).append(min(streak + 1, left))
+            ends += streak == left
+    assert len(bins) == 2
+    assert ends
+    assert row["by_position"] == pytest.approx({name: np.mean(yields) for name, yields in bins.items()})
+    whole = sum(row["by_position"][name] * len(yields) for name, yields in bins.items()) / row["anchors"]
+    assert whole == pytest.approx(row["tau_all"])
+
+
+def test_an_exported_folder_of_the_same_drafter_has_the_same_figures(
+    row: dict[str, Any], run: Path, zlab: Path, little: Little
+) -> None:
+    ours, theirs = evaluate([run, zlab], [little.path], device="cpu")["rows"]  # the run says what was held out
+    assert theirs["checkpoint"] == theirs["resolved"] == str(zlab)
+    assert figures(ours) == figures(theirs) == figures(row)
+
+
+def test_an_exported_folder_alone_needs_to_be_told_what_was_held_out(
+    row: dict[str, Any], zlab: Path, little: Little
+) -> None:
+    refused = refusal([zlab], [little.path])
+    assert (refused.code, refused.exit_code) == ("not-a-checkpoint", 2)
+    assert "which samples it was trained on" in refused.message
+    assert "--held-out" in str(refused.hint)
+    (alone,) = evaluate([zlab], [little.path], held_out=0.3, device="cpu")["rows"]
+    assert figures(alone) == figures(row)
+
+
+def again(little: Little, out: Path, share: float, start: Path | None = None) -> Path:
+    """Train for a step with another share held out, from another drafter or from none."""
+    drafter = {"taps": TAPS} | ({"start": str(start), "logit_std": 0} if start else {})
+    fit(
+        train_manifest(drafter=drafter, optim={"max_steps": 1}, data={"validation": share}),
+        little.path,
+        out,
+        device="cpu",
+    )
+    return out
+
+
+def test_what_another_checkpoint_held_out_was_held_out_by_all(
+    row: dict[str, Any], run: Path, little: Little, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In whatever order they are named, none is scored on what it was trained on."""
+    store, more = hscache.open(little.path), again(little, tmp_path / "more", 0.8)
+    assert len(split(store, 0.3)[1]) < len(split(store, 0.8)[1])
+    for order in ([more, run], [run, more]):
+        found = evaluate(order, [little.path], device="cpu")
+        assert found["held_out"] == 0.3
+        assert {r["samples"] for r in found["rows"]} == {row["samples"]}
+        assert {r["trained_on"] for r in found["rows"]} == {0}
+    print_evaluation(found)
+    assert "held-out samples" in capsys.readouterr().out
+    # one that is asked for by name is marked
+    found = evaluate([more, run], [little.path], held_out=0.8, device="cpu")
+    n = len(split(store, 0.8)[1]) - len(split(store, 0.3)[1])
+    assert [r["trained_on"] for r in found["rows"]] == [0, n]
+    print_evaluation(found)
+    out = capsys.readouterr().out
+    assert "held-out samples" not in out
+    assert f"{run}: it was trained on {n} of these samples" in out
+    assert f"{more}: " not in out
+
+
+def test_what_a_run_began_from_was_trained_too(
+    run: Path, zlab: Path, little: Little, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, tuned = hscache.open(little.path), again(little, tmp_path / "tuned", 0.8, run)
+    last = again(little, tmp_path / "last", 0.9, tuned)
+    for checkpoint in (tuned, last):
+        found = evaluate([checkpoint], [little.path], device="cpu")
+        assert (found["held_out"], found["rows"][0]["trained_on"]) == (0.3, 0)
+    n = len(split(store, 0.8)[1]) - len(split(store, 0.3)[1])
+    assert evaluate([last], [little.path], held_out=0.8, device="cpu")["rows"][0]["trained_on"] == n
+    # what cannot be known any more, or never could, is said
+    other = again(little, tmp_path / "other", 0.8, zlab)
+    shutil.move(tuned, tmp_path / "gone")
+    for checkpoint, share in ((other, 0.8), (last, 0.3)):
+        found = evaluate([checkpoint], [little.path], device="cpu")
+        assert (found["held_out"], found["rows"][0]["trained_on"]) == (share, None)
+        print_evaluation(found)
+        assert "is not known" in capsys.readouterr().out
+
+
+def test_samples_of_another_corpus_may_have_been_trained_on_or_not(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh = training_store(tmp_path / "fresh", (20, 31, 18, 44), says={"shape": SHAPE})
+    found = evaluate([run], [fresh.path], held_out=1, device="cpu")
+    assert found["rows"][0]["trained_on"] is None
+    print_evaluation(found)
+    out = capsys.readouterr().out
+    assert "held-out" not in out
+    assert "is not known" in out
+
+
+def test_every_sample_is_not_held_out(run: Path, little: Little, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluate([run], [little.path], held_out=1, device="cpu")
+    assert found["rows"][0]["trained_on"] == len(split(hscache.open(little.path), 0.3)[0])
+    print_evaluation(found)
+    assert "held-out" not in capsys.readouterr().out
+
+
+def test_stores_of_one_corpus_are_scored_on_the_same_samples(
+    row: dict[str, Any], run: Path, zlab: Path, little: Little, int8: Little
+) -> None:
+    rows = evaluate([run, zlab], [little.path, int8.path], device="cpu")["rows"]
+    names = [(Path(r["checkpoint"]).name, Path(r["store"]).name) for r in rows]
+    assert names == [("run", "raw"), ("zlab", "raw"), ("run", "int8"), ("zlab", "int8")]
+    assert len({(r["samples"], r["anchors"]) for r in rows}) == 1
+    assert figures(rows[0]) == figures(row)
+    (lossy,) = evaluate([run], [int8.path], device="cpu")["rows"]
+    assert figures(rows[2]) == figures(rows[3]) == figures(lossy)
+
+
+def test_each_store_is_read_with_its_own_states(row: dict[str, Any], run: Path, little: Little, tmp_path: Path) -> None:
+    def zero(_: Any, arrays: Any) -> None:
+        arrays["hidden_states"][:, 1] = arrays["hidden_states"][:, 0]
+
+    other = training_store(tmp_path / "other", edit=zero, says={"shape": SHAPE})
+    rows = evaluate([run], [little.path, other.path], device="cpu")["rows"]
+    assert figures(rows[0]) == figures(row)
+    assert rows[1]["acc"] != row["acc"]
+
+
+def test_rows_are_compared_with_the_first_one_over_the_same_samples(run: Path, little: Little, tmp_path: Path) -> None:
+    def zero(_: Any, arrays: Any) -> None:
+        arrays["hidden_states"][:, 1] = arrays["hidden_states"][:, 0]
+
+    other = training_store(tmp_path / "other", edit=zero, says={"shape": SHAPE})
+    first, again, apart = evaluate([run], [little.path, little.path, other.path], device="cpu")["rows"]
+    assert first["less_first"] is None
+    same = {"tau": 0.0, "interval": [0.0, 0.0], "samples": first["samples"], "other_walks": 0}
+    assert again["less_first"] == same
+    less = apart["less_first"]
+    assert less["tau"] == apart["tau"] - first["tau"] != 0
+    assert 0 < less["other_walks"] <= less["samples"] == first["samples"]
+
+
+def test_more_or_fewer_samples(row: dict[str, Any], run: Path, little: Little, scores: list[SampleScore]) -> None:
+    store = hscache.open(little.path)
+    (every,) = evaluate([run], [little.path], held_out=1, device="cpu")["rows"]
+    assert every["samples"] == len(store)
+    assert every["tau"] > row["tau"]  # it learnt some of them
+    (first,) = evaluate([run], [little.path], samples=1, device="cpu")["rows"]
+    walk = scores[0].walk(scores[0].streak)
+    assert (first["samples"], first["tau"]) == (1, np.mean(walk))
+
+
+def test_bf16_is_said_and_near(row: dict[str, Any], run: Path, little: Little) -> None:
+    found = evaluate([run], [little.path], precision="bf16", device="cpu")
+    assert found["precision"] == "bf16"
+    assert found["rows"][0]["tau_all"] == pytest.approx(row["tau_all"], abs=0.15)
+
+
+def test_a_store_without_the_drafters_taps_is_refused(run: Path, tmp_path: Path) -> None:
+    other = training_store(tmp_path / "taps", says={"shape": SHAPE}, states={"taps": [0, 3]})
+    refused = refusal([run], [other.path])
+    assert (refused.code, refused.exit_code) == ("taps-invalid", 2)
+    assert str(run) in refused.message
+    assert "[2]" in refused.message
+    assert str(other.path) in refused.message
+
+
+@pytest.mark.parametrize("key", ["num_layers", "vocab_size"])
+def test_a_store_of_a_target_of_another_shape_is_refused(run: Path, tmp_path: Path, key: str) -> None:
+    shape = {**SHAPE, key: SHAPE[key] + 8}
+    other = training_store(tmp_path / "shape", says={"shape": shape}, target={"shape": shape})
+    refused = refusal([run], [other.path])
+    assert (refused.code, refused.exit_code) == ("drafter-other-target", 2)
+    assert key in refused.message
+
+
+def test_nothing_to_score_is_said(run: Path, little: Little, tmp_path: Path) -> None:
+    assert refusal([run], [little.path], held_out=0).code == "sample-unknown"
+
+    def alone(row: Any, arrays: Any) -> None:
+        arrays["loss_mask"][:] = 0
+        arrays["loss_mask"][-1] = 1
+        for name in ("logit_ids", "logit_logprobs", "logit_lse"):
+            arrays[name] = arrays[name][:1]
+
+    lone = training_store(tmp_path / "lone", edit=alone, says={"shape": SHAPE})
+    refused = refusal([run], [lone.path])
+    assert refused.code == "sample-unknown"
+    assert "two supervised tokens" in refused.message
+
+
+def test_a_path_without_a_drafter_is_refused(little: Little, tmp_path: Path) -> None:
+    assert refusal([tmp_path], [little.path]).code == "not-a-checkpoint"
+
+
+# the command
+
+
+def test_eval_as_json(hstrain: Any, row: dict[str, Any], run: Path, little: Little) -> None:
+    answer = hstrain("eval", run, "--store", little.path, "--device", "cpu", "--json")
+    assert answer.status == 0
+    assert answer.json == {"held_out": 0.3, "precision": "fp32", "rows": [row]}
+    assert f"{row['samples']} samples" in answer.err
+
+
+def test_eval_as_tables(hstrain: Any, row: dict[str, Any], run: Path, little: Little, int8: Little) -> None:
+    answer = hstrain("eval", run, "--store", little.path, "--device", "cpu")
+    assert answer.status == 0
+    assert f"{row['samples']} held-out samples, {row['anchors']} anchors, fp32" in answer.out
+    for title in ("accuracy by slot", "tau by tag", "tau_all by place of the anchor in the answer"):
+        assert title in answer.out
+    for name in ("tau", "tau_all", "streak", "DDTree-8", "DDTree-64", "code", "math", "0 .. 15", "16 .. 63"):
+        assert name in answer.out
+    numbers = (row["tau"], row["tau_all"], row["streak"], *row["ddtree"].values(), *row["acc"])
+    assert all(f"{number:.3f}" in answer.out for number in (*numbers, *row["by_tag"].values()))
+    assert str(little.path) not in answer.out  # one store needs no name
+    assert "first row" not in answer.out
+    both = hstrain("eval", run, "--store", little.path, "--store", int8.path, "--device", "cpu").out
+    lines = [line for line in "".join(both.split()).split("run") if "raw" in line or "int8" in line]
+    assert len(lines) == 2 * 4 + 1, "each table tells the stores apart"
+    assert "tau less that of the first row, on the same samples" in both
+
+
+def test_drafters_of_other_block_sizes_share_the_tables(capsys: pytest.CaptureFixture[str], row: Any) -> None:
+    longer = {**row, "checkpoint": "longer", "acc": [*row["acc"], 0.123, None]}
+    print_evaluation({"held_out": 0.3, "precision": "fp32", "rows": [row, longer]})
+    out = capsys.readouterr().out
+    (head,) = [line for line in out.splitlines() if line.split()[:3] == ["drafter", "1", "2"]]
+    assert head.split()[1:] == [str(k) for k in range(1, len(row["acc"]) + 3)]
+    assert "0.123" in out
+
+
+def test_eval_draws_a_picture(hstrain: Any, run: Path, zlab: Path, little: Little, tmp_path: Path) -> None:
+    picture = tmp_path / "eval.png"
+    answer = hstrain("eval", run, zlab, "--store", little.path, "--device", "cpu", "--plot", picture, "--json")
+    assert (answer.status, len(answer.json["rows"])) == (0, 2)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_exit_statuses_of_eval(hstrain: Any, run: Path, zlab: Path, little: Little, tmp_path: Path) -> None:
+    assert hstrain("eval", run).status == 2
+    at = ("--store", little.path, "--device", "cpu")
+    for wrong in ([tmp_path, *at], [zlab, *at], [run, "--store", tmp_path], [run, *at, "--held-out", "2"]):
+        answer = hstrain("eval", *wrong)
+        assert (answer.status, answer.out) == (2, "")
+    answer = hstrain("eval", run, *at, "--plot", tmp_path / "x.jpeg2000")
+    assert (answer.status, answer.out) == (2, "")
+    assert ".png" in answer.err
+
+
+def test_a_drafter_of_another_width_is_refused_before_anything_is_computed(little: Little, tmp_path: Path) -> None:
+    config = DrafterConfig(
+        hidden_size=16, vocab_size=VOCAB, taps=(0, 2), num_target_layers=4, layer_types=("full_attention",),
+        intermediate_size=8, num_heads=2, num_kv_heads=1, head_dim=4, block_size=4, mask_token_id=1,
+    )  # fmt: skip
+    wide = {name: torch.randn(VOCAB, 16) for name in ("embed", "lm_head")}
+    facts = {"head": {"scale": 1.0, "softcap": None}, "shape": {**SHAPE, "hidden_size": 16}}
+    head = TargetHead(**wide, norm=head_weights()["norm"], facts=facts)
+    export_zlab(Drafter(config), head, tmp_path / "wide", provenance={"target": "wide"})
+    refused = refusal([tmp_path / "wide"], [little.path], held_out=1)
+    assert (refused.code, refused.exit_code) == ("drafter-other-target", 2)

@@ -1,5 +1,0 @@
-"""``python -m trainer``."""
-
-from trainer.cli import main
-
-main()

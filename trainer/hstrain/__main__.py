@@ -1,0 +1,5 @@
+"""``python -m hstrain``."""
+
+from hstrain.cli import main
+
+main()

@@ -1,0 +1,474 @@
+"""``hstrain`` on the command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hscache import __version__
+from hscache.console import Interrupted, duration, emit_json, facts, new_figure, run_command, say, size, write_json
+
+if TYPE_CHECKING:
+    from hscache.store.head import TargetHead
+
+app = typer.Typer(
+    name="hstrain",
+    help="Fit a DFlash drafter from an hscache store, without the target.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _picture(path: Path | None) -> Path | None:
+    if path is not None and path.suffix.lower() not in _PICTURES:
+        raise typer.BadParameter(f"{path}: expected a name that ends with {', '.join(_PICTURES)}")
+    return path
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):  # NaN lies in every range
+        raise typer.BadParameter(f"{value} is no number")
+    return value
+
+
+_PICTURES = (".png", ".svg", ".pdf")
+Manifest = Annotated[Path, typer.Argument(help="Training manifest (TOML).")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: optim.lr=1e-3.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+Checkpoint = Annotated[Path, typer.Argument(help="Run, checkpoint, or released drafter.")]
+Plot = Annotated[Path | None, typer.Option(help="Picture to write.", callback=_picture)]
+Figures = Annotated[Path | None, typer.Option("--out", "-o", help="File for all figures, as JSON.")]
+DtypeOption = Annotated[
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option("--dtype", help="Precision of the target; auto: bfloat16 where the device has it in hardware."),
+]
+StoreOption = Annotated[Path, typer.Option("--store", help="Store: for the target's embedding and head.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"hstrain {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def inspect(
+    store: Annotated[Path, typer.Argument(help="Store directory.")],
+    json: Json = False,
+) -> None:
+    """Show what a drafter can be trained on from a store: context taps, target head, losses, tokens.
+
+    Example: hstrain inspect runs/demo/store
+    """
+    numbers = training_facts(store)
+    if json:
+        emit_json(numbers)
+        return
+    head, complete = numbers["head"], numbers["complete"]
+    facts(
+        f"{store}: a drafter can be trained on"
+        if complete
+        else f"{store}: once it is complete, a drafter can be trained on",
+        [
+            ("complete", "yes" if complete else "no: hscache build goes on with it"),
+            ("context", f"taps {numbers['taps']}, {numbers['context_width']} numbers a token"),
+            ("samples", f"{numbers['samples']:,}, {numbers['tokens']:,} tokens, {numbers['loss_tokens']:,} supervised"),
+            ("head", f"[{head['vocab_size']}, {head['hidden_size']}] {head['dtype']}, tied {head['tied']}"),
+            ("norm", f"scales by {head['norm_kind']}"),
+            ("losses", ", ".join(numbers["losses"])),
+        ],
+    )
+
+
+@app.command()
+def config(manifest: Manifest, set_: Set = None) -> None:
+    """Print the resolved training manifest, every default written out.
+
+    Example: hstrain config manifests/train/demo.toml --set optim.lr=1e-3
+    """
+    from hscache.manifest import to_toml
+    from hstrain.manifest import load_train_manifest
+
+    print(to_toml(load_train_manifest(manifest, set_ or ())), end="")
+
+
+@app.command()
+def fit(
+    manifest: Manifest,
+    store: Annotated[Path, typer.Option("--store", help="Store directory, complete.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Run directory; new, or begun with this manifest.")] = None,
+    set_: Set = None,
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    overfit: Annotated[int, typer.Option(min=0, help="Learn so many samples by heart, as a check, and stop.")] = 0,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write figures for TensorBoard too.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show parameters, memory, steps and hours; train nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Train a drafter from a store, or go on where a run was stopped; under torchrun on many devices.
+
+    Example: hstrain fit manifests/train/demo.toml --store runs/demo/store --out runs/demo/drafter
+    """
+    from dataclasses import asdict
+
+    from hstrain.manifest import load_train_manifest
+    from hstrain.train.parallel import first_rank
+
+    parsed = load_train_manifest(manifest, set_ or ())
+    if dry_run:
+        from hstrain.train.estimate import dry_run as estimate
+
+        numbers = estimate(parsed, store, device=device)
+        if first_rank():
+            _print_estimate(numbers, json=json)
+        return
+    if out is None:
+        raise typer.BadParameter("--out is needed, but for a --dry-run")
+    from hstrain.train.fit import fit as run_fit
+
+    try:
+        report = run_fit(parsed, store, out, device=device, overfit=overfit, tensorboard=tensorboard)
+    except Interrupted as stop:
+        if first_rank():
+            say(f"{stop}: a checkpoint is written. The same command goes on from there")
+        raise typer.Exit(128 + stop.signum) from None
+    if first_rank():
+        if json:
+            emit_json(asdict(report))
+        say(report.text())
+    if overfit and report.overfit_at is None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plot(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Picture; default: curves.png in the run.", callback=_picture)
+    ] = None,
+) -> None:
+    """Draw a run's curves: loss, tau, accuracy by slot, waiting for data.
+
+    Example: hstrain plot runs/demo/drafter
+    """
+    from hstrain.plot import plot_run
+
+    picture = out or run / "curves.png"
+    plot_run(run, picture)
+    say(f"{picture}")
+
+
+@app.command(name="eval")
+def eval_(
+    checkpoints: Annotated[list[Path], typer.Argument(help="Runs, checkpoints, or released drafters.")],
+    store: Annotated[list[Path], typer.Option("--store", help="Store with held-out samples; several to compare.")],
+    held_out: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share held out; default: what no checkpoint saw; 1 scores all samples."),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Score the first N of them.")] = None,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the drafter.")] = "fp32",
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    plot: Plot = None,
+    out: Figures = None,
+    json: Json = False,
+) -> None:
+    """Score drafters on the cache alone: tau by the serving walk, tau_all, accuracy, DDTree, by tag and position.
+
+    Example: hstrain eval runs/demo/drafter --store runs/demo/store
+    """
+    from hstrain.plot import plot_evaluation
+    from hstrain.score.report import evaluate, print_evaluation
+
+    _check_writable(out, plot)
+    found = evaluate(checkpoints, store, held_out=held_out, samples=samples, precision=precision, device=device)
+    _show(found, print_evaluation, plot_evaluation, plot=plot, out=out, json=json)
+
+
+@app.command()
+def speculate(
+    checkpoint: Checkpoint,
+    target: Annotated[str, typer.Option("--target", help="Checkpoint directory or hub id of the target.")],
+    prompts: Annotated[list[Path], typer.Option("--prompts", help="JSONL(.gz) or parquet; as for hscache generate.")],
+    store: StoreOption,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.", callback=_finite)] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.", callback=_finite)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    tree: Annotated[int | None, typer.Option(min=1, help="Verify a draft tree of so many nodes.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are: no chat template.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="First N prompts of each file.")] = None,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="OpenAI-compatible server whose greedy texts are scored too (vLLM, SGLang, llama.cpp; key from "
+            "OPENAI_API_KEY); walked with --tree as the live text is; not with a --temperature above 0.",
+        ),
+    ] = None,
+    reference_model: Annotated[str | None, typer.Option(help="As that server names it; default: its only one.")] = None,
+    dtype: DtypeOption = "auto",
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    allow_fallback: Annotated[
+        bool, typer.Option("--allow-fallback", help="Let torch references run on a GPU.")
+    ] = False,
+    plot: Plot = None,
+    out: Figures = None,
+    json: Json = False,
+) -> None:
+    """Decode live with the target, with the drafter and without: tau, tokens/s, and whether the text is the same.
+
+    Example: hstrain speculate runs/demo/drafter --store runs/demo/store --target DIR --prompts prompts.jsonl
+    """
+    from hstrain.exchange.importer import open_drafter
+    from hstrain.live.server import Server
+    from hstrain.live.speculate import print_speculation, speculate_prompts
+    from hstrain.live.target import Sampling
+    from hstrain.plot import plot_speculation
+
+    if reference is None and reference_model is not None:
+        raise typer.BadParameter("--reference-model needs --reference")
+    _check_writable(out, plot)
+    head = _head(store)
+    drafter, _ = open_drafter(checkpoint, head)
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    server = None if reference is None else Server(reference, reference_model)
+    found = speculate_prompts(
+        drafter, head, target, prompts, sampling, tree_size=tree, raw=raw, limit=limit, reference=server, dtype=dtype,
+        device=device, allow_fallback=allow_fallback,
+    )  # fmt: skip
+    _show(found, print_speculation, plot_speculation, plot=plot, out=out, json=json)
+    if found["lossless"]["unexplained"]:
+        raise typer.Exit(1)
+
+
+@app.command(name="import")
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(help="Released drafter: folder with config.json and safetensors.")],
+    store: Annotated[Path, typer.Option("--store", help="Store of its target, with its taps.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Training manifest (TOML) to make, for hstrain fit.")
+    ] = None,
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Show what a released drafter is and whether a store fits it, and write the manifest that fine-tunes it.
+
+    Example: hstrain import runs/released --store runs/demo/store --out runs/tune.toml --set optim.lr=1e-4
+    """
+    from hstrain.exchange.importer import import_drafter
+
+    found = import_drafter(checkpoint, store, out, set_ or ())
+    if json:
+        emit_json(found)
+    else:
+        _print_import(found)
+    if out is not None:
+        say(f"{out}: hstrain fit {out} --store {store} --out RUN goes on training it")
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    store: StoreOption,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")],
+    format_: Annotated[
+        Literal["zlab", "speculators"],
+        typer.Option("--format", help="Whose layout; speculators' only for layers that are all full or all sliding."),
+    ] = "zlab",
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
+    json: Json = False,
+) -> None:
+    """Write a drafter for the serving engines, read it back and compare.
+
+    Example: hstrain export runs/demo/drafter --store runs/demo/store --out runs/demo/export
+    """
+    from dataclasses import asdict
+
+    from hscache.store.index import read_manifest
+    from hstrain.exchange.export import export_speculators, export_zlab
+    from hstrain.exchange.importer import open_drafter
+
+    head = _head(store)
+    drafter, facts = open_drafter(checkpoint, head)
+    provenance = facts.get("provenance", {})
+    # a released drafter may name its target; where it does not, it is that of the store whose head it fits
+    named = provenance["store"]["target"] if provenance else facts["imported"].verifier
+    target = named or read_manifest(store)["manifest"]["target"]["path"]
+    card = {"target": target, "checkpoint": facts["path"], **provenance}
+    write = export_zlab if format_ == "zlab" else export_speculators
+    done = write(drafter, head, out, provenance=card, dtype=dtype)
+    if json:
+        emit_json({**asdict(done), "path": str(done.path)})
+    say(f"{out}: {done.layout} layout, {done.parameters:,} parameters, {size(done.size_bytes)}; read back and compared")
+
+
+@app.command()
+def doctor(
+    checkpoint: Checkpoint,
+    store: StoreOption,
+    target: Annotated[str | None, typer.Option("--target", help="Live target to compare with, too.")] = None,
+    dtype: DtypeOption = "auto",
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    json: Json = False,
+) -> None:
+    """Compare what a drafter was trained on with a store and a live target, fact by fact, and name known effects.
+
+    Example: hstrain doctor runs/demo/drafter --store runs/demo/store
+    """
+    from hstrain.doctor import diagnose, print_diagnosis, to_json
+
+    found = diagnose(checkpoint, store, target=target, dtype=dtype, device=device)
+    if json:
+        emit_json(to_json(found))
+    else:
+        print_diagnosis(found)
+    if any(fact.grave and not fact.same for fact in found):
+        raise typer.Exit(1)
+
+
+def _show(
+    found: dict[str, Any],
+    text: Callable[[dict[str, Any]], None],
+    picture: Callable[[dict[str, Any], Path], None],
+    *,
+    plot: Path | None,
+    out: Path | None,
+    json: bool,
+) -> None:
+    """Give figures in every form that was asked for; where one fails, the others are given all the same."""
+    try:
+        if out is not None:
+            write_json(found, out)
+    finally:
+        try:
+            emit_json(found) if json else text(found)
+        finally:
+            if plot is not None:
+                picture(found, plot)
+
+
+def _check_writable(out: Path | None, plot: Path | None) -> None:
+    """Refuse files that cannot be written, before what shall stand in them is computed.
+
+    Raises:
+        EnvironmentFault: ``disk-full``, ``disk-error``, ``dependency-missing`` for a picture.
+    """
+    from hscache.store.durable import disk_errors
+
+    for path in (out, plot):
+        if path is None:
+            continue
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = not path.exists()
+            path.open("ab").close()
+            if new:
+                path.unlink()
+    if plot is not None:
+        new_figure(1, 1)
+
+
+def _head(store: Path) -> TargetHead:
+    from hscache.store.head import load_head
+    from hscache.store.index import read_manifest
+    from hscache.store.layout import StorePaths
+
+    read_manifest(store)  # a path without a store is told from a damaged one
+    return load_head(StorePaths(store).target)
+
+
+def _print_import(found: dict[str, Any]) -> None:
+    shape = found["drafter"]
+    verifier = "" if found["verifier"] is None else f", for {found['verifier']}"
+    window = "no window" if shape["sliding_window"] is None else f"window {shape['sliding_window']:,} tokens"
+    kinds = [kind.removesuffix("_attention") for kind in shape["layer_types"]]
+    pairs: list[tuple[str, object]] = [
+        ("layout", found["layout"] + verifier),
+        ("taps", f"{list(shape['taps'])} of {shape['num_target_layers']} blocks from 0 on; the store has them"),
+        ("block", f"{shape['block_size']}: the anchor and {shape['block_size'] - 1} drafted"),
+        ("mask token", shape["mask_token_id"]),
+        ("layers", f"{len(kinds)}: {', '.join(kinds)}; {window}"),
+        ("widths", f"{shape['hidden_size']:,}, feed-forward {shape['intermediate_size']:,}"),
+        ("heads", f"{shape['num_heads']} of {shape['head_dim']}, {shape['num_kv_heads']} for keys and values"),
+        ("rope", f"theta {shape['rope_theta']:g}, {shape['max_position_embeddings']:,} positions"),
+        ("norms", f"epsilon {shape['rms_norm_eps']:g}"),
+        ("parameters", f"{found['parameters']:,} in {found['tensors']} tensors, {', '.join(found['dtypes'])}"),
+        *(("note", note) for note in found["notes"]),
+    ]
+    facts(f"{found['checkpoint']}: a drafter for {found['store']}", pairs)
+
+
+def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:
+    if json:
+        emit_json(numbers)
+        return
+    facts(
+        "this run would take",
+        [
+            ("drafter", f"{numbers['parameters']:,} parameters in {numbers['tensors']} tensors"),
+            ("samples", f"{numbers['train_samples']:,} to train on, {numbers['validation_samples']:,} to validate"),
+            ("an epoch", f"{numbers['tokens_an_epoch']:,} tokens in {numbers['packs_an_epoch']:,} packs"),
+            ("steps", f"{numbers['steps']:,}"),
+            (
+                "memory",
+                f"{size(numbers['memory_bytes'])} counted, {size(numbers['measured_peak_bytes'])} at the peak here",
+            ),
+            *(
+                [("on the host", f"{size(numbers['host_memory_bytes'])} counted for the first rank")]
+                if numbers["host_memory"]
+                else []
+            ),
+            (
+                "time",
+                f"{numbers['seconds_a_step']:.2f} s a step, {duration(numbers['hours'] * 3600)} without validation",
+            ),
+        ],
+    )
+
+
+def training_facts(store: Path) -> dict[str, Any]:
+    """Return what a store offers to a trainer; loads the head but never the target.
+
+    Args:
+        store: Store directory.
+
+    Raises:
+        HscacheError: When the store or its ``target/`` cannot be used.
+    """
+    import hscache
+    from hscache.store.head import load_head
+    from hscache.store.layout import StorePaths
+    from hstrain.drafter.losses import NEEDS
+
+    opened = hscache.open(store)
+    head = load_head(StorePaths(store).target)
+    return {
+        "samples": len(opened),
+        "complete": opened.complete,
+        "tokens": int(opened.n_tokens.sum()),
+        "loss_tokens": int(opened.n_loss.sum()),
+        "taps": opened.taps,
+        "context_width": len(opened.taps) * head.embed.shape[1],
+        "head": {
+            "vocab_size": head.lm_head.shape[0],
+            "hidden_size": head.lm_head.shape[1],
+            "dtype": str(head.lm_head.dtype).removeprefix("torch."),
+            "tied": head.facts["tied"],
+            "norm_kind": head.facts["norm_kind"],
+        },
+        "losses": [kind for kind, array in NEEDS.items() if array is None or array in opened.specs],
+    }
+
+
+def main() -> None:
+    """Run the command line."""
+    run_command(app)

@@ -1,0 +1,1 @@
+"""The DFlash drafter and its losses."""

@@ -1,0 +1,1 @@
+"""Drafters from and for others: layouts, import, export."""

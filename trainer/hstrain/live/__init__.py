@@ -1,0 +1,1 @@
+"""Decoding with the target, and other engines as a reference."""

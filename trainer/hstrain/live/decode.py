@@ -1,0 +1,262 @@
+"""Decoding with a drafter, and without one by the same target: the peer that it must equal and outrun.
+
+A step begins with one known token that the target has not read, the anchor. The drafter proposes the B - 1 tokens
+after it from the context of all rows before it; the target reads anchor and draft in one pass, which says what it
+would have written after each of them; the leading tokens on which both agree are kept, and the target's own next token
+is the new anchor. So a step gives streak + 1 tokens for one pass of the target, and at worst one. The rows that were
+kept become context.
+
+A tree (``tree_size``) holds several continuations at once: the target's own choice after each node, the most likely
+token or a sampled one, is followed down the tree as far as it goes.
+
+Shapes: T rows of context, B block size, V vocabulary, L taps, H width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hscache.store.head import TargetHead
+from hstrain.drafter.attention import Blocks
+from hstrain.drafter.model import Drafter, KeyValue, block_inputs
+from hstrain.live.sampling import accept_drafted, distribution, draw
+from hstrain.live.target import LiveTarget, Rows, Sampling
+from hstrain.score.ddtree import best_first
+from hstrain.score.walk import check_finite
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step with a drafter.
+
+    Attributes:
+        anchor: Position of the anchor in prompt and completion.
+        streak: Drafted tokens that were kept, those beyond the completion's end not counted.
+        accepted: Tokens that the step gave: ``min(streak + 1, tokens that remained)``.
+    """
+
+    anchor: int
+    streak: int
+    accepted: int
+
+
+@dataclass
+class Decoded:
+    """A completion and how it came about.
+
+    Attributes:
+        ids: Its tokens, an end token included.
+        top_ids: The target's two most likely tokens at each of them.
+        top_logits: Their logits.
+        steps: Steps with a drafter; empty without one. The first token comes from the prompt's pass, not from a step.
+        finish_reason: ``stop`` after an end token, else ``length``.
+        prefill_s: Seconds for the prompt, the drafter's context of it included.
+        decode_s: Seconds for all tokens but the first.
+        step_s: The steps' part of it: ``draft``, the drafter's pass; ``verify``, the target's; ``keep``, putting the
+            target's states back behind what was kept, and its rows into the drafter's context. On a GPU what ``keep``
+            starts may end within the next ``draft``.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_logits: list[list[float]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] = "length"
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    step_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("draft", "verify", "keep"), 0.0))
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Count the time of a part of a step."""
+        started = time.perf_counter()
+        yield
+        self.step_s[part] += time.perf_counter() - started
+
+
+class Draft:
+    """A drafter with the context of one text, as keys and values that grow with it.
+
+    Args:
+        drafter: The drafter, on the target's device.
+        head: Embedding and head of the target, of the store that the drafter was fitted from.
+        device: Where it works.
+    """
+
+    def __init__(self, drafter: Drafter, head: TargetHead, device: torch.device) -> None:
+        self.block_size = drafter.config.block_size
+        self._drafter = drafter.eval()
+        # widened once: TargetHead would do it for every block
+        self.head = replace(head, embed=head.embed.to(device), lm_head=head.lm_head.to(device, torch.float32))
+        """On the device, in float32."""
+        self._context: list[KeyValue] = []
+        self._device = device
+        self.length = 0
+        """Rows of context."""
+
+    def begin(self) -> None:
+        """Forget the context."""
+        self._context, self.length = [], 0
+
+    def extend(self, states_TLH: Tensor) -> None:
+        """Append the target's tapped states of the next tokens, rounded as a store has them."""
+        rows = len(states_TLH)
+        positions_T = torch.arange(self.length, self.length + rows, device=self._device)
+        new = self._drafter.context(states_TLH.to(torch.bfloat16), positions_T)
+        old = self._context or [(k[:0], v[:0]) for k, v in new]
+        self._context = [(torch.cat((a[0], b[0])), torch.cat((a[1], b[1]))) for a, b in zip(old, new, strict=True)]
+        self.length += rows
+
+    def propose(self, anchor: int) -> Tensor:
+        """Return the logits of the tokens after the anchor, float32 [B - 1, V]; the anchor follows the context."""
+        at, none = torch.tensor([self.length], device=self._device), torch.zeros(1, dtype=torch.long)
+        blocks = Blocks(at, none.to(self._device), at, self.block_size, self.length)
+        inputs_BH = block_inputs(torch.tensor([anchor], device=self._device), self.head.embed, self._drafter.config)
+        return self.head.logits(self._drafter.draft(inputs_BH, blocks, self._context)[1:])
+
+
+class _Choice:
+    """How tokens are chosen: the most likely, or by chance from a seed."""
+
+    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+        self.greedy, self._sampling = sampling.temperature <= 0, sampling
+        seed = sampling.seed
+        if not -(1 << 63) <= seed < 1 << 64:  # as a prompt's may be, a multiple of the one that was asked for
+            # a digest, not a remainder: torch's generator of the CPU looks at the lower half alone
+            seed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big") >> 1
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def distribution(self, logits_nV: Tensor) -> Tensor:
+        return distribution(logits_nV, self._sampling.temperature, self._sampling.top_p)
+
+    def tokens(self, logits_nV: Tensor) -> list[int]:
+        if self.greedy:
+            return logits_nV.argmax(-1).tolist()
+        return draw(self.distribution(logits_nV), self.generator).tolist()
+
+
+def decode(
+    target: LiveTarget,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    draft: Draft | None = None,
+    tree_size: int | None = None,
+) -> Decoded:
+    """Complete a prompt.
+
+    Args:
+        target: The target.
+        prompt: Token ids.
+        sampling: How tokens are chosen, and how many.
+        draft: The drafter; None to decode token by token.
+        tree_size: Nodes of a draft tree; None to verify the most likely (or the sampled) chain.
+
+    Raises:
+        EnvironmentFault: ``target-rollback``; ``not-finite`` for states or logits that are no numbers.
+    """
+    choice, out, started = _Choice(sampling, target.device), Decoded(), time.perf_counter()
+    rows = _sound(target.prefill(prompt))
+    if draft is not None:
+        draft.begin()
+        draft.extend(rows.states)
+    _emit(target, sampling, out, choice.tokens(rows.logits), rows.logits)
+    out.prefill_s = time.perf_counter() - started
+    started = time.perf_counter()
+    while len(out.ids) < sampling.max_new_tokens and out.finish_reason != "stop":
+        anchor, position = out.ids[-1], len(prompt) + len(out.ids) - 1
+        if draft is None:
+            rows = _sound(target.append([anchor]))
+            _emit(target, sampling, out, choice.tokens(rows.logits), rows.logits)
+            continue
+        if tree_size is None:
+            tokens, rows = _chain_step(target, draft, choice, out, anchor)
+        else:
+            tokens, rows = _tree_step(target, draft, choice, out, anchor, tree_size)
+        given = _emit(target, sampling, out, tokens, rows.logits)
+        out.steps.append(Step(position, min(len(tokens) - 1, given), given))
+    out.decode_s = time.perf_counter() - started
+    return out
+
+
+def _sound(rows: Rows) -> Rows:
+    check_finite("the target", rows.logits, rows.states)
+    return rows
+
+
+def _proposed(draft: Draft, anchor: int) -> Tensor:
+    logits_kV = draft.propose(anchor)
+    check_finite("the drafter", logits_kV)
+    return logits_kV
+
+
+def _emit(target: LiveTarget, sampling: Sampling, out: Decoded, tokens: list[int], logits_nV: Tensor) -> int:
+    """Append tokens as far as the text goes, with the two best of the logits that chose each; return how many."""
+    tokens = tokens[: sampling.max_new_tokens - len(out.ids)]
+    end = next((i for i, token in enumerate(tokens) if token in target.eos_ids), None)
+    if end is not None:
+        tokens, out.finish_reason = tokens[: end + 1], "stop"
+    best = logits_nV[: len(tokens)].topk(2, -1)
+    out.ids += tokens
+    out.top_ids += best.indices.tolist()
+    out.top_logits += best.values.tolist()
+    return len(tokens)
+
+
+def _chain_step(target: LiveTarget, draft: Draft, choice: _Choice, out: Decoded, anchor: int) -> tuple[list[int], Rows]:
+    """Return the streak and the token after it, with the rows that gave them."""
+    with out.timed("draft"):
+        logits_kV = _proposed(draft, anchor)
+        q_kV = None if choice.greedy else choice.distribution(logits_kV)
+        drafted_k = logits_kV.argmax(-1) if q_kV is None else draw(q_kV, choice.generator)
+        drafted = drafted_k.tolist()
+    with out.timed("verify"):
+        rows = _sound(target.verify([anchor, *drafted]))
+        if q_kV is None:
+            wanted = choice.tokens(rows.logits)
+            streak = next((i for i, (a, b) in enumerate(zip(drafted, wanted, strict=False)) if a != b), len(drafted))
+            bonus = wanted[streak]
+        else:
+            streak, bonus = accept_drafted(choice.distribution(rows.logits), q_kV, drafted_k, choice.generator)
+    with out.timed("keep"):
+        return [*drafted[:streak], bonus], _keep(target, draft, rows, range(streak + 1))
+
+
+def _tree_step(
+    target: LiveTarget, draft: Draft, choice: _Choice, out: Decoded, anchor: int, size: int
+) -> tuple[list[int], Rows]:
+    """Return the path that the target's own choices take through the tree and the token that leaves it.
+
+    Every node's token is chosen, though only a path's are used: chance is independent from row to row, so each row's
+    choice is the target's, and no draft can bend its distribution.
+    """
+    with out.timed("draft"):
+        logprobs_kV = _proposed(draft, anchor).log_softmax(-1)
+        best = logprobs_kV.topk(min(size, logprobs_kV.shape[-1]), -1)
+        tree = best_first(best.indices.cpu(), best.values.cpu(), size)
+    with out.timed("verify"):
+        rows = _sound(target.verify([anchor, *tree.tokens.tolist()], [-1, *(tree.parents + 1).tolist()]))
+        wanted = choice.tokens(rows.logits)
+    nodes = zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    # node i is row i + 1, below the anchor's row 0
+    child = {(parent + 1, token): row for row, (parent, token) in enumerate(nodes, 1)}
+    kept = [0]
+    while (row := child.get((kept[-1], wanted[kept[-1]]))) is not None:
+        kept.append(row)
+    with out.timed("keep"):
+        return [wanted[row] for row in kept], _keep(target, draft, rows, kept)
+
+
+def _keep(target: LiveTarget, draft: Draft, rows: Rows, kept: Sequence[int]) -> Rows:
+    target.accept(kept)
+    where = torch.tensor(list(kept), device=rows.states.device)
+    rows = Rows(rows.logits[where], rows.states[where])
+    draft.extend(rows.states)
+    return rows

@@ -1,0 +1,242 @@
+"""``hstrain eval``: checkpoints side by side on held-out samples of one or more stores, as tables and JSON.
+
+A checkpoint says which share of the samples was held out when it was trained, and what it began from says so, too. As
+a hash of its id decides about a sample, what all of them held out is what the smallest share holds out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import hscache
+from hscache.console import say, table
+from hscache.device import pick_device
+from hscache.errors import HscacheError, InputError
+from hscache.store.head import load_head
+from hscache.store.layout import StorePaths
+from hscache.store.reader import Store
+from hstrain.data.packs import split
+from hstrain.drafter.losses import Head
+from hstrain.exchange.importer import CONFIG_FILE, check_store, open_drafter
+from hstrain.run.checkpoint import load_drafter, weights_digest
+from hstrain.score.ddtree import SIZES
+from hstrain.score.walk import SampleScore, by_tag, difference, score_store, summarise
+
+POSITIONS = (0, 16, 64, 256, 1024)
+"""Where an anchor may lie in its sample's answers, counted in anchors: bounds of the bins."""
+
+
+def evaluate(
+    checkpoints: Sequence[Path],
+    stores: Sequence[Path],
+    *,
+    held_out: float | None = None,
+    samples: int | None = None,
+    precision: str = "fp32",
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Score checkpoints on the held-out samples of stores.
+
+    Args:
+        checkpoints: As :func:`hstrain.exchange.importer.open_drafter` takes them.
+        stores: Complete stores with the drafters' taps.
+        held_out: Share of the samples that the split holds out; None for the smallest with which a checkpoint, or
+            what it began from, was trained; 1 for every sample.
+        samples: First so many of them; None for all.
+        precision: ``fp32`` or ``bf16``.
+        device: Such as ``cuda:0``; None for CUDA if there is one.
+
+    Returns:
+        JSON-plain: ``rows``, one for each checkpoint and store, as :func:`hstrain.score.walk.summarise` with
+        ``by_tag``, ``by_position``, ``trained_on``: of how many of the samples it is known that it, or what it began
+        from, was trained on them, None where that cannot be told; and ``less_first``:
+        :func:`hstrain.score.walk.difference` from the first row, None in that; ``held_out``, ``precision``.
+
+    Raises:
+        HscacheError: For what a user can mend.
+    """
+    where = pick_device(device)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    pasts = [_pasts(path) for path in checkpoints]
+    share = _smallest(checkpoints, pasts) if held_out is None else held_out
+    rows: list[dict[str, Any]] = []
+    first: list[SampleScore] | None = None
+    for store_path in stores:
+        store, target = hscache.open(store_path), load_head(StorePaths(store_path).target)
+        head = Head(target, where, dtype)
+        for path, past in zip(checkpoints, pasts, strict=True):
+            drafter, facts = open_drafter(path, target)
+            check_store(path, drafter.config, store)
+            numbers = _numbers(store, share, samples)
+            say(f"{path} on {store_path}: {len(numbers)} samples")
+            with torch.autocast(where.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                scores = score_store(
+                    drafter.to(where),
+                    head,
+                    store,
+                    numbers,
+                    backend="flex" if where.type == "cuda" else "sdpa",
+                    trees=SIZES,
+                )
+            if not any(len(score.anchors_N) for score in scores):
+                raise InputError(
+                    "sample-unknown",
+                    f"{store_path}: none of the {len(scores)} samples has two supervised tokens in a row to score",
+                    hint="name a larger --held-out or --samples",
+                )
+            found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
+            found["trained_on"] = _trained_on(store, numbers, past)
+            found["less_first"] = None if first is None else difference(scores, first)
+            first = first or scores
+            rows.append({"checkpoint": str(path), "resolved": facts["path"], "store": str(store_path), **found})
+    return {"held_out": share, "precision": precision, "rows": rows}
+
+
+def print_evaluation(found: dict[str, Any]) -> None:
+    """Print what :func:`evaluate` returned as tables."""
+    several = len({row["store"] for row in found["rows"]}) > 1
+    cells, names = [], []
+    for row in found["rows"]:
+        low, high = row["tau_interval"]
+        name = f"{row['checkpoint']} on {row['store']}" if several else row["checkpoint"]
+        trees = [f"{row['ddtree'][str(n)]:.3f}" for n in SIZES]
+        full = "" if row["full_block"] is None else f"{row['full_block']:.1%}"
+        figures = [f"{row['tau']:.3f}", f"{low:.2f} .. {high:.2f}", f"{row['tau_all']:.3f}", f"{row['streak']:.3f}"]
+        names.append(name)
+        cells.append([name, *figures, full, *trees])
+    known = found["held_out"] < 1 and not any(row["trained_on"] for row in found["rows"])
+    what = "held-out samples" if known else "samples"
+    title = f"{found['rows'][0]['samples']} {what}, {found['rows'][0]['anchors']:,} anchors, {found['precision']}"
+    columns = ["drafter", "tau", "95 %", "tau_all", "streak", "full block", *(f"DDTree-{n}" for n in SIZES)]
+    table(title, columns, cells, right=range(1, len(columns)))
+    for name, row in zip(names, found["rows"], strict=True):
+        if row["trained_on"]:
+            print(f"{name}: it was trained on {row['trained_on']} of these samples, and knows them")
+        elif row["trained_on"] is None:
+            print(f"{name}: whether it, or what it began from, was trained on some of these is not known")
+    apart = [[name, *_apart(row["less_first"])] for name, row in zip(names, found["rows"], strict=True)]
+    if any(row["less_first"] for row in found["rows"]):
+        columns = ["drafter", "tau", "95 %", "samples", "other walks"]
+        table("tau less that of the first row, on the same samples", columns, apart[1:], right=range(1, 5))
+    slots = max(len(row["acc"]) for row in found["rows"])
+    acc = [[name, *map(_or_nothing, row["acc"])] for name, row in zip(names, found["rows"], strict=True)]
+    table("accuracy by slot", ["drafter", *map(str, range(1, slots + 1))], acc, right=range(1, slots + 1))
+    for kind in ("by_tag", "by_position"):
+        keys = list(dict.fromkeys(key for row in found["rows"] for key in row[kind]))
+        if len(keys) > 1:
+            body = [
+                [name, *(_or_nothing(row[kind].get(key)) for key in keys)]
+                for name, row in zip(names, found["rows"], strict=True)
+            ]
+            title = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}[kind]
+            table(title, ["drafter", *keys], body, right=range(1, len(keys) + 1))
+
+
+@dataclass(frozen=True)
+class _Past:
+    """A training that left its mark on a drafter.
+
+    Attributes:
+        share: Of the samples that were held out.
+        corpus: Which samples there were, as the store has it.
+    """
+
+    share: float
+    corpus: object
+
+
+def smallest_share(checkpoints: Sequence[Path]) -> float:
+    """Return the share of samples that every training behind the checkpoints held out, as far as they are known.
+
+    Args:
+        checkpoints: As :func:`hstrain.exchange.importer.open_drafter` takes them.
+
+    Raises:
+        InputError: ``not-a-checkpoint`` when none of them says with what it was trained.
+        IntegrityError: ``checkpoint-damaged``.
+    """
+    return _smallest(checkpoints, [_pasts(path) for path in checkpoints])
+
+
+def _smallest(checkpoints: Sequence[Path], pasts: Sequence[Sequence[_Past | None]]) -> float:
+    shares = [one.share for past in pasts for one in past if one is not None]
+    if not shares:
+        raise InputError(
+            "not-a-checkpoint",
+            f"{', '.join(map(str, checkpoints))}: nothing says which samples it was trained on",
+            hint="name --held-out: the share to hold out, or 1 to score every sample",
+        )
+    return min(shares)
+
+
+def _pasts(path: Path) -> list[_Past | None]:
+    """Return the trainings behind a checkpoint, its own first; None for one of which nothing is known."""
+    if (path / CONFIG_FILE).exists():
+        return [None]
+    _, facts = load_drafter(path)
+    pasts: list[_Past | None] = [_past(facts)]
+    start = facts["provenance"].get("start")
+    while start:  # a run records the path of what it began from, and a digest of its weights
+        try:
+            drafter, before = load_drafter(Path(start["path"]))
+            same = weights_digest(drafter.state_dict()) == start["weights"]
+        except HscacheError:
+            same = False
+        pasts.append(_past(before) if same else None)
+        start = start.get("start")
+    return pasts
+
+
+def _past(facts: dict[str, Any]) -> _Past:
+    provenance = facts["provenance"]
+    return _Past(float(provenance["manifest"]["data"]["validation"]), provenance["store"]["corpus"])
+
+
+def _trained_on(store: Store, numbers: Sequence[int], pasts: Sequence[_Past | None]) -> int | None:
+    """Return how many of these samples are known to have been trained on; None where none is, but some may."""
+    trained: set[int] = set()
+    known = True
+    for past in pasts:
+        theirs = set(numbers) if past is None else set(numbers) & set(split(store, past.share)[0])
+        if past is not None and past.corpus == store.manifest["corpus"]:
+            trained |= theirs
+        elif theirs:
+            known = False
+    return len(trained) or (0 if known else None)
+
+
+def _numbers(store: Store, held_out: float, samples: int | None) -> list[int]:
+    held = list(range(len(store))) if held_out >= 1 else split(store, held_out)[1]
+    if not held:
+        raise InputError(
+            "sample-unknown",
+            f"{store.path}: no sample is held out (share {held_out:g})",
+            hint="name --held-out: what is then scored may have been trained on",
+        )
+    return held[:samples]
+
+
+def _by_position(scores: Sequence[SampleScore]) -> dict[str, float]:
+    place = np.concatenate([np.arange(len(score.anchors_N)) for score in scores])
+    yields = np.concatenate([np.minimum(score.streak + 1, score.left_N) for score in scores])
+    bins = np.searchsorted(POSITIONS, place, side="right") - 1
+    names = [f"{low} .. {high - 1}" for low, high in itertools.pairwise(POSITIONS)] + [f"{POSITIONS[-1]} .."]
+    return {name: float(yields[bins == b].mean()) for b, name in enumerate(names) if (bins == b).any()}
+
+
+def _apart(less: dict[str, Any] | None) -> list[str]:
+    if less is None:
+        return ["", "", "0", ""]
+    low, high = less["interval"]
+    return [f"{less['tau']:+.3f}", f"{low:+.3f} .. {high:+.3f}", str(less["samples"]), str(less["other_walks"])]
+
+
+def _or_nothing(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

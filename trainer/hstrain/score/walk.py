@@ -1,0 +1,277 @@
+"""How well a drafter predicts, from the cache alone.
+
+Every supervised position of a held-out sample that can be an anchor is drafted from, so one pass gives both averages:
+
+- ``tau``, the serving walk: begin at the first token of the target's turn, draft, jump by what was accepted plus the
+  token that the target adds, repeat; tokens per step. Live greedy decoding makes the same steps.
+- ``tau_all``: the mean over every anchor. Another number: the walk visits anchors that follow a miss, which are harder.
+
+``streak`` is the number of leading slots that agree with the sample, and what a step yields is streak + 1, but never
+more than the turn has left, as in serving. Samples are scored one by one; nothing is sampled but the bootstrap.
+
+Shapes: N anchors, K = B - 1 slots, m candidates a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hscache.errors import EnvironmentFault, IntegrityError
+from hscache.store.reader import Sample, Store
+from hstrain.data.anchors import anchor_candidates, random_of
+from hstrain.data.packs import PackBuilder, PackShape
+from hstrain.drafter.attention import Backend
+from hstrain.drafter.losses import Head
+from hstrain.drafter.model import Drafter, block_inputs
+from hstrain.score.ddtree import accepted_lengths
+
+_CHUNK_ANCHORS = 256
+_BOOTSTRAPS = 1000
+
+
+@dataclass(frozen=True)
+class SampleScore:
+    """What a drafter predicts from every anchor of a sample.
+
+    Attributes:
+        sample_id: The sample.
+        tag: Its tag.
+        anchors_N: int64 positions.
+        left_N: int64 tokens that the turn has behind each anchor, at least 1.
+        correct_NK: bool, slot k says token anchor + k; False behind the turn's end.
+        sizes: Nodes of the DDTrees that were scored.
+        tree_Ns: int64 [N, sizes], drafted tokens that each tree would have had accepted.
+    """
+
+    sample_id: str
+    tag: str | None
+    anchors_N: NDArray[np.int64]
+    left_N: NDArray[np.int64]
+    correct_NK: NDArray[np.bool_]
+    sizes: tuple[int, ...]
+    tree_Ns: NDArray[np.int64]
+
+    @property
+    def streak(self) -> NDArray[np.int64]:
+        """int64 [N]: leading slots that are right."""
+        return np.logical_and.accumulate(self.correct_NK, 1).sum(1)  # type: ignore[no-any-return]
+
+    def walk(self, accepted_N: NDArray[np.int64]) -> list[int]:
+        """Return what each step of serving yields, in tokens.
+
+        Args:
+            accepted_N: Drafted tokens that are accepted at each anchor.
+        """
+        yields = np.minimum(accepted_N + 1, self.left_N).tolist()
+        left, steps, n = self.left_N.tolist(), [], 0
+        while n < len(yields):
+            steps.append(yields[n])
+            # anchors of a turn are consecutive; the turn's last token is none, so a finished turn leads to the next one
+            n += min(yields[n], left[n])
+        return steps
+
+
+@torch.no_grad()
+def score_sample(
+    drafter: Drafter, head: Head, sample: Sample, *, backend: Backend = "sdpa", trees: Sequence[int] = ()
+) -> SampleScore:
+    """Draft from every anchor of a sample.
+
+    Args:
+        drafter: On the head's device.
+        head: The target's.
+        sample: A whole sample with the drafter's taps, in their order; of kind ``torch``.
+        backend: Attention.
+        trees: Node numbers of the DDTrees to score.
+
+    Raises:
+        EnvironmentFault: ``not-finite``.
+    """
+    config = drafter.config
+    anchors = anchor_candidates(sample.loss_mask.numpy())
+    left = _left(sample.loss_mask.numpy(), anchors)
+    correct, tree = [np.zeros((0, config.block_size - 1), np.bool_)], [np.zeros((0, len(trees)), np.int64)]
+    device = head.embed_VH.device
+    for first in range(0, len(anchors), _CHUNK_ANCHORS):
+        builder = PackBuilder(PackShape(config.taps, config.block_size))
+        builder.add(sample, anchors[first : first + _CHUNK_ANCHORS])
+        pack = builder.pack(len(config.taps), config.hidden_size).to(device)
+        inputs = block_inputs(pack.anchor_ids_N, head.embed_VH, config)
+        blocks = pack.blocks(config.block_size, backend)
+        hidden_NBH = drafter(pack.states_TLH, pack.positions_T, inputs, blocks).unflatten(0, (-1, config.block_size))
+        tokens_NK = pack.targets.tokens_NK
+        best_NK, ids_NKm, logprobs_NKm = _top(hidden_NBH[:, 1:], head, max([0, *trees]))
+        correct.append((best_NK == tokens_NK).cpu().numpy())
+        if trees:
+            tree.append(accepted_lengths(ids_NKm.cpu(), logprobs_NKm.cpu(), tokens_NK.cpu(), trees))
+    parts = np.concatenate(correct), tuple(trees), np.concatenate(tree)
+    return SampleScore(sample.sample_id, sample.tag, anchors, left, *parts)
+
+
+def score_store(
+    drafter: Drafter,
+    head: Head,
+    store: Store,
+    numbers: Iterable[int],
+    *,
+    backend: Backend = "sdpa",
+    trees: Sequence[int] = (),
+    unreadable: dict[str, str] | None = None,
+) -> list[SampleScore]:
+    """Score samples of a store; see :func:`score_sample`.
+
+    Args:
+        drafter: On the head's device.
+        head: The target's.
+        store: An opened store.
+        numbers: Samples.
+        backend: Attention.
+        trees: Node numbers of the DDTrees to score.
+        unreadable: Takes samples that cannot be read, and what was said; without it, the first one raises.
+
+    Raises:
+        IntegrityError: ``store-damaged``.
+        EnvironmentFault: ``not-finite``.
+    """
+    buffers, scores = store.buffers(taps=len(drafter.config.taps)), []
+    for i in numbers:
+        try:
+            sample = store.sample(i, taps=drafter.config.taps, out=buffers)
+        except IntegrityError as error:
+            if unreadable is None:
+                raise
+            unreadable[store.sample_ids[i]] = f"{error.code}: {error.message}"
+            continue
+        scores.append(score_sample(drafter, head, sample, backend=backend, trees=trees))
+    return scores
+
+
+def check_finite(who: str, *tensors: torch.Tensor) -> None:
+    """Refuse NaN and infinities: of NaN everyone chooses the same token, so that a draft of it would be accepted.
+
+    Args:
+        who: Computed the tensors, for the message.
+        tensors: Logits or states.
+
+    Raises:
+        EnvironmentFault: ``not-finite``.
+    """
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise EnvironmentFault(
+            "not-finite",
+            f"{who} computed NaN or infinities",
+            hint="take another precision or other kernels: hscache doctor and hscache verify --kernels tell of these",
+        )
+
+
+def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
+    """Return the field's figures over samples, JSON-plain.
+
+    Keys: ``tau`` with its 95 % ``tau_interval`` (bootstrap over samples), ``tau_all``, ``streak``, ``acc`` (per slot, 1
+    first), ``full_block`` (rate of blocks accepted whole, among those that the turn leaves room for), ``histogram`` of
+    walk steps by yield, ``ddtree`` (nodes -> walk tau with trees), ``samples``, ``anchors``.
+    """
+    scores = [score for score in scores if len(score.anchors_N)]
+    if not scores:
+        return {"samples": 0, "anchors": 0}
+    K = scores[0].correct_NK.shape[1]
+    walks = [score.walk(score.streak) for score in scores]
+    correct, left = (np.concatenate([getattr(s, name) for s in scores]) for name in ("correct_NK", "left_N"))
+    streak = np.concatenate([score.streak for score in scores])
+    there = np.arange(K) < left[:, None]
+    whole = left >= K
+    steps = np.concatenate([np.array(walk) for walk in walks])
+    return {
+        "tau": _tau(walks),
+        "tau_interval": _middle(_drawn_taus(walks)),
+        "tau_all": float(np.minimum(streak + 1, left).mean()),
+        "streak": float(streak.mean()),
+        "acc": [float(correct[there[:, k], k].mean()) if there[:, k].any() else None for k in range(K)],
+        "full_block": float((streak[whole] == K).mean()) if whole.any() else None,
+        "histogram": np.bincount(steps, minlength=K + 2)[1:].tolist(),
+        "ddtree": {str(n): _tau([s.walk(s.tree_Ns[:, i]) for s in scores]) for i, n in enumerate(scores[0].sizes)},
+        "samples": len(scores),
+        "anchors": len(left),
+    }
+
+
+def by_tag(scores: Sequence[SampleScore]) -> dict[str, float]:
+    """Return tau of the samples of each tag."""
+    tags = dict.fromkeys(score.tag or "untagged" for score in scores)
+    groups = {tag: summarise([s for s in scores if (s.tag or "untagged") == tag]) for tag in tags}
+    return {tag: float(figures["tau"]) for tag, figures in groups.items() if figures["samples"]}  # type: ignore[arg-type]
+
+
+def difference(scores: Sequence[SampleScore], base: Sequence[SampleScore]) -> dict[str, object] | None:
+    """Return how tau differs from that of other scores, over the samples that both have; None without any.
+
+    Keys, JSON-plain: ``tau``, the difference; its 95 % ``interval`` (bootstrap over samples, the same draws on both
+    sides); ``samples``; ``other_walks``, the samples on which serving would take other steps.
+
+    Args:
+        scores: Of one drafter on one store.
+        base: What they are compared with; samples with other anchors are left out.
+    """
+    before = {score.sample_id: score for score in base if len(score.anchors_N)}
+    pairs = [
+        (score.walk(score.streak), there.walk(there.streak))
+        for score in scores
+        if (there := before.get(score.sample_id)) is not None
+        and np.array_equal(score.anchors_N, there.anchors_N)
+        and np.array_equal(score.left_N, there.left_N)
+    ]
+    if not pairs:
+        return None
+    walks, others = ([pair[side] for pair in pairs] for side in (0, 1))
+    return {
+        "tau": _tau(walks) - _tau(others),
+        "interval": _middle(_drawn_taus(walks) - _drawn_taus(others)),
+        "samples": len(pairs),
+        "other_walks": sum(walk != other for walk, other in pairs),
+    }
+
+
+def _tau(walks: Sequence[Sequence[int]]) -> float:
+    return sum(map(sum, walks)) / sum(map(len, walks))
+
+
+def _drawn_taus(walks: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Return tau of samples drawn again with replacement, many times; for as many samples the draws are the same."""
+    tokens, steps = (np.array([of(walk) for walk in walks]) for of in (sum, len))
+    draws = random_of("bootstrap", len(walks)).integers(len(walks), size=(_BOOTSTRAPS, len(walks)))
+    return tokens[draws].sum(1) / steps[draws].sum(1)  # type: ignore[no-any-return]
+
+
+def _middle(values: NDArray[np.float64]) -> list[float]:
+    """Return the bounds of the middle 95 %."""
+    return [float(q) for q in np.quantile(values, (0.025, 0.975))]
+
+
+def _left(loss_mask: NDArray[np.uint8], anchors: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many supervised tokens follow each anchor without a gap."""
+    ends = np.flatnonzero((loss_mask != 0) & np.append(loss_mask[1:] == 0, True))
+    return ends[np.searchsorted(ends, anchors)] - anchors
+
+
+def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the token [N, K] that each slot drafts, and ids and log-probabilities [N, K, m] of its most likely ones.
+
+    bf16 logits tie, and which of them a top-k puts first depends on k: what is drafted is their argmax, as in decoding.
+    """
+    N, K, _ = hidden_NKH.shape
+    rows = max(1, (1 << 22) // head.vocab_size)
+    best, ids, logprobs = [], [], []
+    for x_RH in hidden_NKH.flatten(0, 1).split(rows):
+        logits = head.logits(x_RH)
+        check_finite("the drafter", logits)
+        best.append(logits.argmax(-1))
+        # the softmax is only wanted where trees weigh one slot's tokens against another's
+        top = (logits.log_softmax(-1) if m else logits).topk(min(m, head.vocab_size), -1)
+        logprobs.append(top.values)
+        ids.append(top.indices)
+    return torch.cat(best).view(N, K), *(torch.cat(parts).unflatten(0, (N, K)) for parts in (ids, logprobs))

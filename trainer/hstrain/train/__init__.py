@@ -1,0 +1,1 @@
+"""Fitting: steps, ranks, optimizers, estimates."""
