@@ -13,9 +13,9 @@ import torch
 
 import hscache
 from hscache.audit.verify import verify
+from hscache.build import convert as module
+from hscache.build import run as build_module
 from hscache.build.convert import Change, convert
-from hscache.build.run import convert as module
-from hscache.build.run import run as build_module
 from hscache.cli import main
 from hscache.console import Interrupted
 from hscache.errors import EnvironmentFault, HscacheError

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 import hscache
 from hscache.audit import compare
 from hscache.audit.verify import VerifyReport, verify
+from hscache.build import repair as repair_module
 from hscache.build.convert import Change, convert
 from hscache.build.repair import repair
 from hscache.build.run import build
-from hscache.build.run import repair as repair_module
 from hscache.cli import app
 from hscache.console import Interrupted
 from hscache.errors import ConfigError, ConflictError, HscacheError, IntegrityError
