@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from hscache import __version__
-from hscache.console import Interrupted, emit_json, new_figure, run_command, say
+from hscache.console import emit_json, new_figure, resumable, run_command, say
 
 if TYPE_CHECKING:
     from hscache.manifest import BuildManifest
@@ -102,13 +101,10 @@ def generate(
     from hscache.corpus.generate import Sampling, generate_corpus
 
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    try:
+    with resumable("the completed batches are kept"):
         report = generate_corpus(
             prompts, target, out, sampling, raw=raw, batch_size=batch_size, limit=limit, dtype=dtype, device=device
         )
-    except Interrupted as stop:
-        say(f"{stop}: the completed batches are kept. To go on:\n  {_command_line()}")
-        raise typer.Exit(128 + stop.signum) from None
     if json:
         emit_json(report.to_json())
     report.say()
@@ -127,7 +123,7 @@ def plan(
     Example: hscache plan manifests/build/qwen3.6-27b.toml --set corpus.path=corpus.parquet
     """
     from hscache.build.plan import make_plan
-    from hscache.build.run import require_space
+    from hscache.build.space import require_space
     from hscache.corpus.readers import read_corpus
     from hscache.model.facts import read_shape, resolve_path, resolve_taps
     from hscache.report import plan_json, print_plan
@@ -182,7 +178,7 @@ def build(
     from hscache.build.run import build as run_build
     from hscache.report import print_build
 
-    try:
+    with resumable("the committed shards are whole"):
         report = run_build(
             _manifest(manifest, set_),
             out,
@@ -190,9 +186,6 @@ def build(
             fast_digest=fast_digest,
             kernels=KernelPolicy(kernels, allow_fallback, accept_path),
         )
-    except Interrupted as stop:
-        say(f"{stop}: the committed shards are whole. To go on:\n  {_command_line()}")
-        raise typer.Exit(128 + stop.signum) from None
     if json:
         emit_json(asdict(report))
     print_build(report)
@@ -272,11 +265,8 @@ def repair(
     from hscache.report import print_repair
 
     kernels = KernelPolicy("auto", allow_fallback, accept_path)
-    try:
+    with resumable("what was not built again is as it was"):
         report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
-    except Interrupted as stop:
-        say(f"{stop}: what was not built again is as it was. To go on:\n  {_command_line()}")
-        raise typer.Exit(128 + stop.signum) from None
     if json:
         emit_json(asdict(report))
     print_repair(report)
@@ -305,11 +295,8 @@ def convert(
     from hscache.build.convert import convert as run_convert
     from hscache.report import print_convert
 
-    try:
+    with resumable("the committed shards are whole"):
         report = run_convert(store, out, Change(codec, _numbers(taps), not no_final_state, topk))
-    except Interrupted as stop:
-        say(f"{stop}: the committed shards are whole. To go on:\n  {_command_line()}")
-        raise typer.Exit(128 + stop.signum) from None
     if json:
         emit_json(asdict(report))
     print_convert(report)
@@ -376,12 +363,6 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 def _exit_if(found: bool) -> None:
     if found:
         raise typer.Exit(EXIT_FINDINGS)
-
-
-def _command_line() -> str:
-    import shlex
-
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def main() -> None:

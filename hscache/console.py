@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -192,6 +193,23 @@ class Progress:
         done = f"{self._done:,}/{self._total:,} {self._unit} ({self._done / max(self._total, 1):.0%})"
         speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
         return f"{self._label}: {done}, {speed} {self._unit}/s, ETA {left}{', ' + note if note else ''}"
+
+
+@contextmanager
+def resumable(kept: str, *, quiet: bool = False) -> Iterator[None]:
+    """Turn an interruption of what runs inside into a line, the command that goes on, and the exit status 128 + signal.
+
+    Args:
+        kept: What is not lost, such as "the committed shards are whole".
+        quiet: Leave out the line: another rank prints it.
+    """
+    try:
+        yield
+    except Interrupted as stop:
+        if not quiet:
+            command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+            say(f"{stop}: {kept}. To go on:\n  {command}")
+        raise SystemExit(128 + stop.signum) from None
 
 
 def new_figure(width: float, height: float) -> Figure:

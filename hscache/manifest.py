@@ -132,6 +132,25 @@ class BuildManifest(Section):
     store: StoreSpec = StoreSpec()
 
 
+class ResolvedTarget(TargetSpec):
+    """A target whose shape is known."""
+
+    shape: TargetShape
+
+
+class ResolvedStates(StatesSpec):
+    """Taps as numbers."""
+
+    taps: Taps
+
+
+class ResolvedManifest(BuildManifest):
+    """A manifest that was held against its target: what a plan, a build and a store's record go by."""
+
+    target: ResolvedTarget
+    states: ResolvedStates
+
+
 M = TypeVar("M", bound=BaseModel)
 
 

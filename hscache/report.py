@@ -11,10 +11,11 @@ import pyarrow.compute as pc
 
 from hscache.audit.verify import Finding, VerifyReport
 from hscache.build.plan import Plan, array_bytes, manifest_specs
-from hscache.build.run import BuildReport, bytes_needed, free_bytes, target_bytes
+from hscache.build.run import BuildReport
+from hscache.build.space import bytes_needed, free_bytes, target_bytes
 from hscache.console import duration, facts, new_figure, say, size, table
 from hscache.errors import ConfigError, IntegrityError
-from hscache.manifest import BuildManifest
+from hscache.manifest import ResolvedManifest
 from hscache.store.index import committed_shards, load_index, read_manifest, read_shard, table_digest
 from hscache.store.layout import StorePaths
 from hscache.store.reader import coarsest_codec, codecs_of
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _SHOWN_VERSIONS = ("transformers", "torch", "flash-linear-attention", "causal-conv1d")
 
 
-def plan_json(plan: Plan, manifest: BuildManifest, out: Path) -> dict[str, Any]:
+def plan_json(plan: Plan, manifest: ResolvedManifest, out: Path) -> dict[str, Any]:
     """Return a plan's totals and sizes as plain JSON.
 
     Args:
@@ -35,7 +36,6 @@ def plan_json(plan: Plan, manifest: BuildManifest, out: Path) -> dict[str, Any]:
         manifest: With resolved taps and shape.
         out: Where the store would lie.
     """
-    assert manifest.target.shape is not None
     arrays = array_bytes(plan, manifest_specs(manifest, manifest.target.shape.hidden_size))
     shards = len(plan.batches)
     same = _is_planned(out, plan)
@@ -69,7 +69,7 @@ def _is_planned(out: Path, plan: Plan) -> bool:
     return StorePaths(out).manifest.exists() and read_manifest(out)["plan"]["digest"] == table_digest(plan.table)
 
 
-def print_plan(plan: dict[str, Any], manifest: BuildManifest, out: Path) -> None:
+def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> None:
     """Print a plan's JSON form as a table."""
     rows = [
         (a["name"], f"{a['bytes_per_row']:,}", a["rows"], f"{a['bytes']:,}", size(a["file_bytes"]))

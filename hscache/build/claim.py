@@ -23,7 +23,7 @@ import hscache
 from hscache.build.plan import Plan
 from hscache.console import Interrupted, say
 from hscache.errors import ConflictError
-from hscache.manifest import BuildManifest
+from hscache.manifest import ResolvedManifest
 from hscache.store.durable import fsync_directory, replace_file, write_file
 from hscache.store.index import committed_shards, read_manifest, table_digest
 from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
@@ -33,7 +33,7 @@ _LOOK_AGAIN_S = 0.1
 _NOT_IDENTITY = ("manifest.target.path", "manifest.corpus.path", "created", "digest")
 
 
-def store_document(manifest: BuildManifest, target_digests: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def store_document(manifest: ResolvedManifest, target_digests: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Return ``manifest.json``: all that decides the store's content, and a digest over it.
 
     Args:
@@ -41,7 +41,6 @@ def store_document(manifest: BuildManifest, target_digests: dict[str, Any], plan
         target_digests: Of weights, config and tokenizer.
         plan: The plan.
     """
-    assert manifest.target.shape is not None
     body = {
         "format_version": FORMAT_VERSION,
         "manifest": manifest.model_dump(mode="json"),

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 import hscache
 from hscache.build.claim import ShardClaims, claim, now, refuse_foreign
 from hscache.build.plan import Plan, manifest_specs
-from hscache.build.run import PACKED, require_space
+from hscache.build.space import PACKED, require_space
 from hscache.console import Interrupted, Progress, say, stop_on_signal
 from hscache.errors import ConfigError, InputError
 from hscache.health import CodecError, Health, RowErrors, RowStats, compare_rows, kl_nats, reduce_rows, spread
-from hscache.manifest import BuildManifest, Codec, parse_manifest
+from hscache.manifest import Codec, ResolvedManifest, check_fields
 from hscache.store import lossy
 from hscache.store.durable import Staging, copy_file, disk_errors, publish_directory
 from hscache.store.head import TargetHead, check_target, load_head
@@ -154,14 +154,14 @@ def convert(source: Path, out: Path, change: Change) -> ConvertReport:
     return report
 
 
-def changed_manifest(store: Store, change: Change) -> BuildManifest:
+def changed_manifest(store: Store, change: Change) -> ResolvedManifest:
     """Return the manifest of the new store, or say why there cannot be one.
 
     Raises:
         ConfigError: ``convert-nothing``, ``convert-lossy``, ``taps-invalid``.
         InputError: ``array-absent``.
     """
-    old = parse_manifest(store.manifest["manifest"], str(store.path))
+    old = check_fields(store.manifest["manifest"], ResolvedManifest, str(store.path))
     codec = change.codec or old.store.codec
     before = coarsest_codec(store.manifest)
     if before != "raw" and codec in lossy.NAMES and codec != old.store.codec:
@@ -199,7 +199,7 @@ def _check_taps(store: Store, taps: Sequence[int]) -> None:
         raise InputError("array-absent", f"{store.path}: no tap {absent[0]}; stored are {store.taps}")
 
 
-def _document(source: dict[str, Any], manifest: BuildManifest) -> dict[str, Any]:
+def _document(source: dict[str, Any], manifest: ResolvedManifest) -> dict[str, Any]:
     """Return ``manifest.json`` of the new store: the source's, with what was changed and where it comes from."""
     old = source["manifest"]
     body = {
@@ -238,14 +238,13 @@ def _array_bytes(root: Path) -> int:
 class _Conversion:
     """Converts shards of one store."""
 
-    def __init__(self, store: Store, manifest: BuildManifest, manifest_digest: str, staging: Path) -> None:
+    def __init__(self, store: Store, manifest: ResolvedManifest, manifest_digest: str, staging: Path) -> None:
         self._store, self._manifest = store, manifest
         self._digest, self._staging = manifest_digest, staging
         self._source = list(store.specs.values())
         self._specs: list[ArraySpec] = manifest_specs(manifest, store.manifest["target"]["shape"]["hidden_size"])
         self.from_scheme = store.specs["hidden_states"].scheme
         self.to_scheme = next((spec.scheme for spec in self._specs if spec.scheme), None)
-        assert isinstance(manifest.states.taps, tuple)
         self._picks = [store.taps.index(tap) for tap in manifest.states.taps]
         self._head: TargetHead | None = None
         if self._encodes and "final_state" in store.specs and manifest.states.final_state:

@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hscache.errors import InputError
-from hscache.manifest import BuildManifest
+from hscache.manifest import ResolvedManifest
 from hscache.rows import CorpusRow, supervised
 from hscache.store.index import PLAN_SCHEMA
 from hscache.store.layout import ArraySpec, array_specs
@@ -77,9 +77,8 @@ class Plan:
         return counts
 
 
-def manifest_specs(manifest: BuildManifest, hidden_size: int) -> list[ArraySpec]:
+def manifest_specs(manifest: ResolvedManifest, hidden_size: int) -> list[ArraySpec]:
     """Return the arrays that a build of this manifest writes; its taps must be resolved."""
-    assert isinstance(manifest.states.taps, tuple)
     return array_specs(
         n_taps=len(manifest.states.taps),
         hidden_size=hidden_size,
@@ -92,7 +91,7 @@ def manifest_specs(manifest: BuildManifest, hidden_size: int) -> list[ArraySpec]
 
 def make_plan(
     rows: Iterable[CorpusRow],
-    manifest: BuildManifest,
+    manifest: ResolvedManifest,
     *,
     hidden_size: int,
     vocab_size: int,
@@ -127,7 +126,7 @@ def make_plan(
 
 class _Planner:
     def __init__(
-        self, manifest: BuildManifest, specs: list[ArraySpec], vocab_size: int, sink: SampleSink | None
+        self, manifest: ResolvedManifest, specs: list[ArraySpec], vocab_size: int, sink: SampleSink | None
     ) -> None:
         self._manifest, self._vocab_size, self._sink = manifest, vocab_size, sink
         self._token_bytes = sum(s.row_bytes for s in specs if s.axis == "tokens")

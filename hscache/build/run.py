@@ -10,28 +10,24 @@ the next that no other has made or is at.
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
 import time
-import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hscache.build.claim import ShardClaims, claim, now, refuse_foreign, store_document
-from hscache.build.plan import Plan, array_bytes, make_plan, manifest_specs
+from hscache.build.plan import Plan, make_plan
+from hscache.build.shard_builder import ShardBuilder
+from hscache.build.space import bytes_needed, free_bytes, require_room, require_space
 from hscache.build.spool import Spool, SpoolWriter
 from hscache.console import Interrupted, Progress, say, size, stop_on_signal
 from hscache.corpus.readers import read_corpus
 from hscache.device import pick_device, pick_dtype
-from hscache.errors import ConflictError, EnvironmentFault
-from hscache.health import CodecError, Health
-from hscache.manifest import BuildManifest
+from hscache.errors import ConflictError
+from hscache.manifest import BuildManifest, ResolvedManifest
 from hscache.model.facts import file_digests, read_shape, resolve_path, resolve_taps, tokenizer_files
 from hscache.rows import CorpusRow
 from hscache.store import lossy
@@ -39,18 +35,14 @@ from hscache.store.durable import Staging, disk_errors
 from hscache.store.head import write_target
 from hscache.store.index import committed_shards, finalize, read_manifest, read_shard
 from hscache.store.layout import StorePaths
-from hscache.store.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     from hscache.kernels.observe import KernelObservation
     from hscache.kernels.sites import KernelRecord
-    from hscache.model.capture import Capturer, Pending
+    from hscache.model.capture import Capturer
     from hscache.model.loading import LoadedTarget
 
 _BATCHES_IN_FLIGHT = 2
-_FREE_MARGIN_BYTES = 256 << 20
-PACKED = ("lz4", "zstd")
-_SMALLER = 'build elsewhere, with fewer taps (--set "states.taps=[...]"), or with --set store.codec=zstd'
 
 
 @dataclass
@@ -151,7 +143,7 @@ def build(
     return report
 
 
-def _with_dtype(manifest: BuildManifest, paths: StorePaths, device: str | None) -> BuildManifest:
+def _with_dtype(manifest: ResolvedManifest, paths: StorePaths, device: str | None) -> ResolvedManifest:
     """Return a manifest whose ``target.dtype``, where it is ``auto``, is the store's, or suits the device."""
     if manifest.target.dtype != "auto":
         return manifest
@@ -170,63 +162,12 @@ def _set_strays_aside(paths: StorePaths, staging: Path) -> None:
             path.rename(staging / f"stray-{path.name}")
 
 
-def require_space(needed: int, out: Path, hint: str = _SMALLER) -> None:
-    """Refuse a build that cannot fit, before it begins.
-
-    Args:
-        needed: Bytes still to write, at least; the disk is watched at each shard again.
-        out: Store directory, which need not exist.
-        hint: What else to do.
-
-    Raises:
-        EnvironmentFault: ``disk-full``.
-    """
-    free = free_bytes(out)
-    if needed and needed + _FREE_MARGIN_BYTES > free:
-        raise EnvironmentFault(
-            "disk-full",
-            f"{out}: {size(needed)} to write, {size(free)} free ({size(_FREE_MARGIN_BYTES)} of it kept)",
-            hint=hint,
-        )
-
-
-def bytes_needed(plan: Plan, manifest: BuildManifest, todo: Sequence[int], *, target: bool, least: bool = False) -> int:
-    """Return what there is to write.
-
-    Args:
-        plan: The plan.
-        manifest: With its target's shape.
-        todo: Shards to write; their data files are counted without packing.
-        target: Whether ``target/`` is to be written, too.
-        least: Count packed states as half, less than which they hardly come to.
-    """
-    assert manifest.target.shape is not None
-    specs = manifest_specs(manifest, manifest.target.shape.hidden_size)
-    rest = Plan(plan.table, plan.corpus, [], {}, [plan.shard_rows[shard] for shard in todo])
-    arrays = sum(entry.files for entry in array_bytes(rest, specs))
-    return arrays // (2 if least and manifest.store.codec in PACKED else 1) + target * target_bytes(manifest)
-
-
-def target_bytes(manifest: BuildManifest) -> int:
-    """Return the size of ``target/`` in bf16: embedding and head; half as much where they are one."""
-    assert manifest.target.shape is not None
-    return 2 * 2 * manifest.target.shape.vocab_size * manifest.target.shape.hidden_size
-
-
-def free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system that holds ``path`` or its nearest existing parent."""
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free
-
-
 class _Job:
     """The capture of the shards that are left."""
 
     def __init__(
         self,
-        manifest: BuildManifest,
+        manifest: ResolvedManifest,
         plan: Plan,
         paths: StorePaths,
         staging: Path,
@@ -251,8 +192,6 @@ class _Job:
         from hscache.model.loading import load_target
 
         shape, states = self._manifest.target.shape, self._manifest.states
-        assert shape is not None
-        assert isinstance(states.taps, tuple)
         target = load_target(self._manifest.target, shape, directory, pick_device(device))
         self._accept_path(target)
         self._write_target(target, directory)
@@ -336,9 +275,9 @@ class _Job:
 
         with ShardClaims(self._paths.manifest) as claims, ThreadPoolExecutor(1, "writer") as writer:
             for shard in claims.shares(todo, made, self._stop, lambda: collect(0)):
-                self._require_room(shard)
+                require_room(bytes_needed(self._plan, self._manifest, [shard], target=False), self._paths.root)
                 forwards = capturer.forwards
-                work = _Shard(self._staging, self._manifest, self._paths.shard(shard))
+                work = ShardBuilder(self._staging, self._manifest, self._paths.shard(shard))
                 for number in self._plan.batches[shard]:
                     if self._stop:
                         raise Interrupted(self._stop[0])
@@ -377,7 +316,7 @@ class _Job:
         """Return what a shard records that has no sample, since none fitted into memory: the path it would have run."""
         return {"kernels": self._planned, "accepted_path": self._kernels.accept_path}
 
-    def _commit(self, work: _Shard, shard: int, seen: dict[str, Any]) -> int:
+    def _commit(self, work: ShardBuilder, shard: int, seen: dict[str, Any]) -> int:
         work.commit(
             {
                 "shard": shard,
@@ -389,69 +328,10 @@ class _Job:
         self._bytes += work.bytes
         return 0
 
-    def _require_room(self, shard: int) -> None:
-        needed = bytes_needed(self._plan, self._manifest, [shard], target=False)
-        if free_bytes(self._paths.root) < needed + _FREE_MARGIN_BYTES // 4:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before the disk says so, in the middle of a shard
-
     def _note(self, progress: Progress, total: int) -> str:
         rate = self._bytes / max(progress.elapsed_s, 1e-9)
         free = size(free_bytes(self._paths.root))
         return f"{size(rate)}/s, {self._done}/{total} shards, {self._rejected} rejected, {free} free"
-
-
-class _Shard:
-    """One shard while it is written, on the writer thread."""
-
-    def __init__(self, staging: Path, manifest: BuildManifest, destination: Path) -> None:
-        assert manifest.target.shape is not None
-        specs = manifest_specs(manifest, manifest.target.shape.hidden_size)
-        self._destination = destination
-        self._open_writer = partial(ShardWriter, staging / uuid.uuid4().hex, specs, manifest.store.codec)
-        assert isinstance(manifest.states.taps, tuple)
-        self._health = Health(len(manifest.states.taps) + 1)
-        self._codec_error = CodecError() if manifest.store.codec in lossy.NAMES else None
-        self.rejected = 0
-        self.bytes = 0
-        self.expected = 0
-        """Samples that will be taken; counted where the batches are made."""
-
-    @cached_property
-    def _writer(self) -> ShardWriter:
-        """Made by the writer thread, behind the commit of the shard before: files are those of one shard only."""
-        return self._open_writer()
-
-    def take(self, pending: Pending) -> int:
-        """Check and append the samples of a forward batch; return their tokens."""
-        tokens = 0
-        for sample in pending.samples():
-            row = sample.row
-            assert row.input_ids is not None
-            tokens += len(row.input_ids)
-            if sample.stats is None:
-                self._writer.reject(row.sample_id, row.row, len(row.input_ids), sample.reason, sample.detail)
-                self.rejected += 1
-                say(f"rejected {row.sample_id}: {sample.reason} ({sample.detail})")
-                continue
-            self._writer.add(row.sample_id, row.row, sample.arrays)
-            self._health.add(sample.stats)
-            if self._codec_error is not None and sample.errors is not None:
-                self._codec_error.add(sample.errors)
-            self.bytes += sum(array.nbytes for array in sample.arrays.values())
-        return tokens
-
-    def commit(self, attributes: dict[str, Any]) -> None:
-        """Make the shard visible, if every sample was taken.
-
-        When one was not, by a fault that passed (a full disk has room for small files), this call may be on its way
-        already: whoever waits for that sample is told, but only later.
-        """
-        if self._writer.n_samples != self.expected:
-            raise RuntimeError(f"{self._writer.n_samples} of {self.expected} samples taken")
-        health = self._health.to_json()
-        if self._codec_error is not None:
-            health["codec"] = self._codec_error.to_json()
-        self._writer.commit(self._destination, {**attributes, "health": health})
 
 
 def _until_stopped(rows: Iterable[CorpusRow], stop: list[int]) -> Iterator[CorpusRow]:

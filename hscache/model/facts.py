@@ -16,7 +16,14 @@ import numpy as np
 
 from hscache.console import say
 from hscache.errors import ConfigError, EnvironmentFault
-from hscache.manifest import BuildManifest, TargetShape, TargetSpec
+from hscache.manifest import (
+    BuildManifest,
+    ResolvedManifest,
+    ResolvedStates,
+    ResolvedTarget,
+    TargetShape,
+    TargetSpec,
+)
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -107,7 +114,7 @@ def read_shape(spec: TargetSpec, directory: Path | None) -> TargetShape:
     return found
 
 
-def resolve_taps(manifest: BuildManifest, shape: TargetShape) -> BuildManifest:
+def resolve_taps(manifest: BuildManifest, shape: TargetShape) -> ResolvedManifest:
     """Return the manifest with its taps as numbers and its shape filled in, if the target has what it asks for.
 
     The default rule is ``round(linspace(1, L-3, 5))``. Most released drafters use other taps: theirs are in their
@@ -130,10 +137,11 @@ def resolve_taps(manifest: BuildManifest, shape: TargetShape) -> BuildManifest:
         raise ConfigError(
             "manifest-value", f"logits.topk: {manifest.logits.topk}, but the vocabulary has {shape.vocab_size} tokens"
         )
-    return manifest.model_copy(
-        update={
-            "states": manifest.states.model_copy(update={"taps": taps}),
-            "target": manifest.target.model_copy(update={"shape": shape}),
+    return ResolvedManifest(
+        **dict(manifest)
+        | {
+            "states": ResolvedStates(**dict(manifest.states) | {"taps": taps}),
+            "target": ResolvedTarget(**dict(manifest.target) | {"shape": shape}),
         }
     )
 

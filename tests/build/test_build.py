@@ -26,6 +26,7 @@ import hscache
 import hscache.build.run as build_module
 import hscache.device
 from hscache.audit.verify import verify
+from hscache.build import space
 from hscache.build.repair import repair
 from hscache.build.run import build
 from hscache.cli import app
@@ -267,7 +268,7 @@ def test_two_builders_on_one_store_give_what_one_gives(manifest_file: Path, refe
 def test_a_build_that_does_not_fit_is_refused_before_it_begins(
     smollm2: Path, short_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "free_bytes", lambda _: 300 << 20 >> 1)
+    monkeypatch.setattr(space, "free_bytes", lambda _: 300 << 20 >> 1)
     with pytest.raises(EnvironmentFault) as caught:
         build(quick(short_corpus), tmp_path / "store")
     assert caught.value.code == "disk-full"
@@ -414,7 +415,7 @@ def test_a_shard_whose_samples_all_run_out_of_memory_is_a_shard_without_samples(
 def test_a_store_that_was_never_begun_binds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, manifest = tmp_path / "store", small_manifest(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(build_module, "free_bytes", lambda _: 1 << 20)
+        patch.setattr(space, "free_bytes", lambda _: 1 << 20)
         with pytest.raises(EnvironmentFault) as full:
             build(manifest, store)
     assert (full.value.code, StorePaths(store).manifest.exists()) == ("disk-full", False)

@@ -14,7 +14,7 @@ import torch
 import hscache
 from hscache.audit.verify import verify
 from hscache.build import convert as module
-from hscache.build import run as build_module
+from hscache.build import space
 from hscache.build.convert import Change, convert
 from hscache.cli import main
 from hscache.console import Interrupted
@@ -136,7 +136,7 @@ def test_a_conversion_that_cannot_fit_is_refused_and_packed_states_count_half(
             convert(source, tmp_path / codec, Change(codec))
     assert asked["int8"] == sum(p.stat().st_size for p in (tmp_path / "int8/shards").glob("*/*/c.*"))
     assert asked["zstd"] == asked["lz4"] == sum(p.stat().st_size for p in source.glob("shards/*/*/c.*")) // 2
-    monkeypatch.setattr(build_module, "free_bytes", lambda _: asked["zstd"] - 1 + build_module._FREE_MARGIN_BYTES)
+    monkeypatch.setattr(space, "free_bytes", lambda _: asked["zstd"] - 1 + space._FREE_MARGIN_BYTES)
     with pytest.raises(EnvironmentFault) as caught:
         convert(source, tmp_path / "out", Change("zstd"))
     assert (caught.value.code, "--taps" in caught.value.hint) == ("disk-full", True)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from faults import contents, one_target, small_manifest
 
-import hscache.build.run as build_module
 from hscache.audit.verify import verify
+from hscache.build import space
 from hscache.build.run import build
 from hscache.cli import main
 from hscache.manifest import to_toml
@@ -83,7 +83,7 @@ def test_a_build_on_a_full_disk_ends_with_3_and_goes_on_when_there_is_room(
 ) -> None:
     total = sum(path.stat().st_size for path in reference.rglob("*") if path.is_file())
     store = mount(str(max(4096, total * tenths // 10)))
-    monkeypatch.setattr(build_module, "free_bytes", lambda path: 1 << 40)
+    monkeypatch.setattr(space, "free_bytes", lambda path: 1 << 40)
     assert run(manifest, store, monkeypatch) == 3
     assert "error[disk-full]" in capsys.readouterr().err
     if (store / "manifest.json").exists():

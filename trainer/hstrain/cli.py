@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hscache import __version__
-from hscache.console import Interrupted, duration, emit_json, facts, new_figure, run_command, say, size, write_json
+from hscache.console import duration, emit_json, facts, new_figure, resumable, run_command, say, size, write_json
 
 if TYPE_CHECKING:
     from hscache.store.head import TargetHead
@@ -134,12 +134,8 @@ def fit(
         raise typer.BadParameter("--out is needed, but for a --dry-run")
     from hstrain.train.fit import fit as run_fit
 
-    try:
+    with resumable("a checkpoint is written", quiet=not first_rank()):
         report = run_fit(parsed, store, out, device=device, overfit=overfit, tensorboard=tensorboard)
-    except Interrupted as stop:
-        if first_rank():
-            say(f"{stop}: a checkpoint is written. The same command goes on from there")
-        raise typer.Exit(128 + stop.signum) from None
     if first_rank():
         if json:
             emit_json(asdict(report))
