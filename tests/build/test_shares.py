@@ -18,9 +18,10 @@ import pytest
 from faults import contents, one_target, small_manifest
 
 from hscache.audit.verify import verify
+from hscache.build import claim
 from hscache.build.claim import ShardClaims
 from hscache.build.convert import Change, convert
-from hscache.build.run import build, claim
+from hscache.build.run import build
 from hscache.console import Interrupted
 from hscache.errors import ConflictError
 from hscache.manifest import BuildManifest, to_toml
