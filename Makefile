@@ -47,7 +47,7 @@ crash: assets  ## kill -9 at many moments and every file operation; about half a
 mutate: $(STAMP)  ## every byte of a small store flipped, every file cut, shards moved: all must be found; an hour
 	$(BIN)/python tools/faults/mutate.py
 
-fla: assets  ## fla's real kernels through Triton's interpreter, and other versions of transformers; minutes
+fla: assets  ## fla's real kernels through Triton's interpreter; minutes
 	$(BIN)/python tools/bench/fla_env.py
 	$(PYTEST) -m fla
 

@@ -1,9 +1,8 @@
 """Put the packages of the ``fla`` tests aside: ``python tools/bench/fla_env.py [FLA_VERSION ...]``.
 
-fla and Triton, and other versions of transformers. They must not be in the developers' environment: transformers binds
-whatever it finds at import, and the default test run is about the torch path. Packages are installed without their
-dependencies (fla would pull a CUDA build of torch) into ``~/.cache/hscache/``, once; a subprocess gets the directory
-through PYTHONPATH.
+fla and Triton must not be in the developers' environment: transformers binds whatever it finds at import, and the
+default test run is about the torch path. They are installed without their dependencies (fla would pull a CUDA build of
+torch) into ``~/.cache/hscache/``, once; a subprocess gets the directory through PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -19,13 +18,6 @@ TRITON = "3.7.1"
 NEW = "0.6.0"
 OLD = "0.4.2"
 """The last fla whose delta rule misreads grouped value heads under transformers >= 5.23."""
-OTHER_TRANSFORMERS = {
-    # the oldest that hscache takes; mixers carry their kernels as attributes; it wants older relatives than the newest
-    "5.6.2": ("tokenizers==0.22.2", "huggingface-hub<2", "httpx", "httpcore", "h11", "anyio", "sniffio", "certifi",
-              "idna"),
-    "5.20.2": (),
-}  # fmt: skip
-"""Versions of transformers to have beside the environment's own, with what each needs that is not there."""
 _CACHE = Path("~/.cache/hscache")
 
 
@@ -43,16 +35,6 @@ def install(fla: str = NEW) -> Path:
     """Install the packages unless they are there, and return their directory."""
     packages = [f"triton=={TRITON}", f"fla-core=={fla}", f"flash-linear-attention=={fla}", "einops"]
     return install_packages(directory(fla), packages)
-
-
-def transformers_directory(version: str) -> Path:
-    """Return where another version of transformers is, or would be."""
-    return _CACHE.expanduser() / f"transformers-{version}"
-
-
-def install_transformers(version: str) -> Path:
-    """Install a version of :data:`OTHER_TRANSFORMERS` unless it is there, and return its directory."""
-    return install_packages(transformers_directory(version), [f"transformers=={version}", *OTHER_TRANSFORMERS[version]])
 
 
 def install_packages(target: Path, packages: list[str]) -> Path:
@@ -74,15 +56,11 @@ def environment(fla: str = NEW) -> dict[str, str]:
     return sees(directory(fla)) | {"TRITON_INTERPRET": "1"}
 
 
-def transformers_environment(version: str) -> dict[str, str]:
-    """Return environment variables for a subprocess that shall see another version of transformers."""
-    return sees(transformers_directory(version))
-
-
 def sees(packages: Path) -> dict[str, str]:
     """Return environment variables for a subprocess that shall see the packages in a directory, tools and sources."""
     tools = Path(__file__).resolve().parent
-    path = [str(packages), str(tools), str(tools.parent)]
+    root = tools.parents[1]
+    path = [str(packages), str(tools), str(root), str(root / "trainer")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
@@ -92,8 +70,6 @@ def main() -> int:
     versions = parser.parse_args().version
     for version in versions:
         print(install(version))
-    for version in OTHER_TRANSFORMERS:
-        print(install_transformers(version))
     return 0
 
 
