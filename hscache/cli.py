@@ -122,26 +122,20 @@ def plan(
 
     Example: hscache plan manifests/build/qwen3.6-27b.toml --set corpus.path=corpus.parquet
     """
-    from hscache.build.plan import make_plan
+    from hscache.build.plan import plan_rows
     from hscache.build.space import require_space
     from hscache.corpus.readers import read_corpus
-    from hscache.model.facts import read_shape, resolve_path, resolve_taps
+    from hscache.model.facts import resolve_manifest
     from hscache.report import plan_json, print_plan
 
     parsed, where = _manifest(manifest, set_), out or Path()
-    shape = read_shape(parsed.target, resolve_path(parsed.target, download=False))
-    parsed = resolve_taps(parsed, shape)
-    made = make_plan(
-        read_corpus(Path(parsed.corpus.path).expanduser()),
-        parsed,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-    )
-    numbers = plan_json(made, parsed, where)
+    resolved, _ = resolve_manifest(parsed, download=False)
+    made = plan_rows(read_corpus(Path(resolved.corpus.path).expanduser()), resolved)
+    numbers = plan_json(made, resolved, where)
     if json:
         emit_json(numbers)
     else:
-        print_plan(numbers, parsed, where)
+        print_plan(numbers, resolved, where)
     require_space(numbers["least_bytes"], where)
 
 

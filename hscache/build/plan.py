@@ -89,6 +89,12 @@ def manifest_specs(manifest: ResolvedManifest, hidden_size: int) -> list[ArraySp
     )
 
 
+def plan_rows(rows: Iterable[CorpusRow], manifest: ResolvedManifest, sink: SampleSink | None = None) -> Plan:
+    """Return :func:`make_plan` for the target's own widths."""
+    shape = manifest.target.shape
+    return make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
+
+
 def make_plan(
     rows: Iterable[CorpusRow],
     manifest: ResolvedManifest,

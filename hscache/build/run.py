@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hscache.build.claim import ShardClaims, claim, now, refuse_foreign, store_document
-from hscache.build.plan import Plan, make_plan
+from hscache.build.plan import Plan, plan_rows
 from hscache.build.shard_builder import ShardBuilder
 from hscache.build.space import bytes_needed, free_bytes, require_room, require_space
 from hscache.build.spool import Spool, SpoolWriter
@@ -28,7 +28,7 @@ from hscache.corpus.readers import read_corpus
 from hscache.device import pick_device, pick_dtype
 from hscache.errors import ConflictError
 from hscache.manifest import BuildManifest, ResolvedManifest
-from hscache.model.facts import file_digests, read_shape, resolve_path, resolve_taps, tokenizer_files
+from hscache.model.facts import file_digests, resolve_manifest, tokenizer_files
 from hscache.rows import CorpusRow
 from hscache.store import lossy
 from hscache.store.durable import Staging, disk_errors
@@ -111,30 +111,28 @@ def build(
         Interrupted: On the first SIGINT or SIGTERM, at the next batch.
     """
     started = time.monotonic()
-    directory = resolve_path(manifest.target, download=True)
+    resolved, directory = resolve_manifest(manifest, download=True)
     assert directory is not None
-    shape = read_shape(manifest.target, directory)
-    manifest = resolve_taps(manifest, shape)
     paths = StorePaths(out)
     refuse_foreign(out)
-    manifest = _with_dtype(manifest, paths, device)
+    resolved = _with_dtype(resolved, paths, device)
     with disk_errors(out), Staging(paths.staging) as staging, stop_on_signal() as stop:
         with SpoolWriter(staging.path / "corpus.arrow") as sink:
-            rows = _until_stopped(read_corpus(Path(manifest.corpus.path).expanduser()), stop)
-            plan = make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
-        document = store_document(manifest, file_digests(directory, fast=fast_digest), plan)
+            rows = _until_stopped(read_corpus(Path(resolved.corpus.path).expanduser()), stop)
+            plan = plan_rows(rows, resolved, sink)
+        document = store_document(resolved, file_digests(directory, fast=fast_digest), plan)
         if not paths.manifest.exists():  # else a store that never fits would be begun, and bind whoever tries smaller
-            require_space(bytes_needed(plan, manifest, range(len(plan.batches)), target=True, least=True), out)
+            require_space(bytes_needed(plan, resolved, range(len(plan.batches)), target=True, least=True), out)
         digest = claim(paths, document, plan, staging.path)
         _set_strays_aside(paths, staging.path)
         todo = sorted(set(range(len(plan.batches))) - set(committed_shards(out)))
         target_there = paths.target.exists()
-        require_space(bytes_needed(plan, manifest, todo, target=not target_there, least=True), out)
+        require_space(bytes_needed(plan, resolved, todo, target=not target_there, least=True), out)
         report = BuildReport(str(out), len(plan.batches))
         if todo or not target_there:
             what = f"{len(todo)} of {len(plan.batches)} shards to build" if todo else "target/ to write"
-            say(f"{what}; loading {directory.name} ({manifest.target.dtype})")
-            job = _Job(manifest, plan, paths, staging.path, digest, kernels, stop)
+            say(f"{what}; loading {directory.name} ({resolved.target.dtype})")
+            job = _Job(resolved, plan, paths, staging.path, digest, kernels, stop)
             report.capture_seconds = job.run(todo, directory, device)
             report.built = job.built
         index = finalize(out, staging.path)

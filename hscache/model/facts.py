@@ -114,6 +114,21 @@ def read_shape(spec: TargetSpec, directory: Path | None) -> TargetShape:
     return found
 
 
+def resolve_manifest(manifest: BuildManifest, *, download: bool) -> tuple[ResolvedManifest, Path | None]:
+    """Return the manifest with everything that its target decides filled in, and the checkpoint's directory.
+
+    Args:
+        manifest: As the user wrote it.
+        download: Fetch a hub repository; without it the directory may be None, if the manifest declares the shape.
+
+    Raises:
+        ConfigError: ``taps-invalid``, ``manifest-value``, ``target-facts-mismatch``.
+        EnvironmentFault: ``target-missing``, ``target-config``.
+    """
+    directory = resolve_path(manifest.target, download=download)
+    return resolve_taps(manifest, read_shape(manifest.target, directory)), directory
+
+
 def resolve_taps(manifest: BuildManifest, shape: TargetShape) -> ResolvedManifest:
     """Return the manifest with its taps as numbers and its shape filled in, if the target has what it asks for.
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hscache.build.plan import make_plan
+from hscache.build.plan import plan_rows
 from hscache.build.run import build
 from hscache.build.spool import Spool, SpoolWriter
 from hscache.corpus.readers import read_corpus
 from hscache.device import pick_device
 from hscache.manifest import load_manifest
-from hscache.model.facts import read_shape, resolve_path, resolve_taps
+from hscache.model.facts import resolve_manifest
 from hscache.model.loading import LoadedTarget, load_target
 
 
@@ -62,16 +62,13 @@ def main() -> None:
     args = parser.parse_args()
 
     manifest = load_manifest(args.manifest, args.set)
-    directory = resolve_path(manifest.target, download=True)
-    shape = read_shape(manifest.target, directory)
-    manifest = resolve_taps(manifest, shape)
-    target = load_target(manifest.target, shape, directory, pick_device(args.device))
+    manifest, directory = resolve_manifest(manifest, download=True)
+    target = load_target(manifest.target, manifest.target.shape, directory, pick_device(args.device))
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
         spooled = Path(scratch) / "corpus.arrow"
         with SpoolWriter(spooled) as sink:
             rows = read_corpus(Path(manifest.corpus.path).expanduser())
-            sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
-            plan = make_plan(rows, manifest, **sizes, sink=sink)
+            plan = plan_rows(rows, manifest, sink)
         n_batches = sum(len(batches) for batches in plan.batches)
         spool = Spool(spooled)
         bare_forward(target, spool, 1)  # the first pass pays for lazy initialisation
