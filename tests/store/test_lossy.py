@@ -28,7 +28,7 @@ from hscache.store.reader import bf16_to_float32
 from tests.conftest import DATA, TINY_HYBRID
 from tests.made.stores import little_manifest, make_store
 
-README = Path(__file__).parents[2] / "README.md"
+FORMAT = Path(__file__).parents[2] / "hscache/store/FORMAT.md"
 WIDTHS = (1, 2, 3, 5, 8, 20, 63, 64, 100, 128, 192, 256, 576)
 codecs = pytest.mark.parametrize("name", lossy.NAMES)
 
@@ -42,9 +42,9 @@ def through(states: torch.Tensor, name: str) -> torch.Tensor:
     return lossy.decode(*lossy.encode(states, scheme), scheme)
 
 
-def by_the_readme(codes: NDArray[Any], scales: NDArray[Any], c: dict[str, Any]) -> NDArray[np.float32]:
-    """Decode with numpy and the array's attribute alone, by the lines that the README shows."""
-    (block,) = [part for part in README.read_text().split("```python") if "np.kron" in part]
+def by_the_page(codes: NDArray[Any], scales: NDArray[Any], c: dict[str, Any]) -> NDArray[np.float32]:
+    """Decode with numpy and the array's attribute alone, by the lines that the format page shows."""
+    (block,) = [part for part in FORMAT.read_text().split("```python") if "np.kron" in part]
     code = "bf16 = " + block.split("```")[0].split("bf16 = ", 1)[1]
     names: dict[str, Any] = {"codes": codes, "scales": scales, "c": c, "np": np, "functools": functools}
     exec(code, names)
@@ -91,7 +91,7 @@ def test_any_vector_comes_back_within_its_step(name: str, states: torch.Tensor) 
 def test_a_program_with_numpy_alone_decodes_the_same_bits(name: str, states: torch.Tensor) -> None:
     scheme = lossy.scheme(name, states.shape[-1])
     codes, scales = lossy.encode(states, scheme)
-    by_hand = by_the_readme(codes.numpy(), scales.numpy().view(np.uint16), scheme.attributes())
+    by_hand = by_the_page(codes.numpy(), scales.numpy().view(np.uint16), scheme.attributes())
     assert torch.equal(torch.from_numpy(by_hand).bfloat16(), lossy.decode(codes, scales, scheme))
 
 
@@ -234,14 +234,14 @@ def test_a_built_store_is_within_the_bounds_it_records(stores: dict[str, Path], 
 
 
 @codecs
-def test_plain_zarr_and_the_readme_read_a_shard(stores: dict[str, Path], name: str) -> None:
+def test_plain_zarr_and_the_lines_of_the_format_page_read_a_shard(stores: dict[str, Path], name: str) -> None:
     store = hscache.open(stores[name])
     group: Any = zarr.open_group(str(StorePaths(store.path).shard(0)), mode="r")
     first = read_shard(StorePaths(store.path).shard(0))["samples"]
     sample = store[store.index_of(first["sample_id"][0])]
     n = first["n_tokens"][0]
     for array, states in (("hidden_states", sample.hidden_states), ("final_state", sample.final_state)):
-        by_hand = by_the_readme(group[array][:n], group[f"{array}_scales"][:n], group[array].attrs["codec"])
+        by_hand = by_the_page(group[array][:n], group[f"{array}_scales"][:n], group[array].attrs["codec"])
         assert torch.equal(torch.from_numpy(by_hand).bfloat16(), states)
 
 
