@@ -5,9 +5,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # a file of tests, with its fixtures, stays in one process
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+# those that pyproject.toml leaves out: a -m replaces its own
+LONG   := not crash and not fuzz and not slow and not oracle and not fla
 
 .DEFAULT_GOAL := help
-.PHONY: help install assets demo demo-smollm2 test lint types check crash mutate fla oracle clean
+.PHONY: help install assets demo demo-smollm2 test test-all lint types check crash mutate fla oracle clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -28,8 +30,11 @@ demo: $(STAMP)  ## prompts to an exported drafter, on the trained 7M hybrid of t
 demo-smollm2: assets  ## the same on SmolLM2-135M-Instruct; a thousand steps of training
 	@$(BIN)/python tools/demo/demo.py smollm2
 
-test: assets  ## the test suite, as CI runs it
-	$(PYTEST)
+test: assets  ## the quick tests: about five minutes on two cores
+	$(PYTEST) -m "not thorough and $(LONG)"
+
+test-all: assets  ## every test but those with a target of their own; CI runs these
+	$(PYTEST) --durations=20
 
 lint: $(STAMP)  ## ruff
 	$(BIN)/ruff check .
@@ -38,7 +43,7 @@ lint: $(STAMP)  ## ruff
 types: $(STAMP)  ## mypy --strict on both packages
 	$(BIN)/mypy
 
-check: lint types test fla oracle  ## everything that CI runs
+check: lint types test-all fla oracle  ## everything that CI runs
 
 crash: assets  ## kill -9 at many moments and every file operation; about half an hour
 	$(BIN)/python -m pytest -m crash

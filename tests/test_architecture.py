@@ -27,7 +27,8 @@ TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MOD
 LEVELS = [
     {"hstrain.__main__"},
     {"hstrain.cli"},
-    {"hstrain.doctor", "hstrain.live", "hstrain.plot"},
+    {"hstrain.doctor"},
+    {"hstrain.live", "hstrain.plot"},
     {"hstrain.train"},
     {"hstrain.score"},
     {"hstrain.exchange"},

@@ -182,6 +182,7 @@ def hundred_rows(corpus: Path, nan_token: int) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.thorough
 def test_of_100_rows_with_7_bad_ones_93_are_stored_and_7_recorded_with_reasons(
     smollm2: Path, corpus: Path, manifest_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +231,7 @@ def test_of_100_rows_with_7_bad_ones_93_are_stored_and_7_recorded_with_reasons(
     assert json.loads(again.stdout)["rejected"] == reasons
 
 
+@pytest.mark.thorough
 def test_the_first_interrupt_leaves_a_resumable_store_and_prints_the_command(
     manifest_file: Path, reference: Path, tmp_path: Path
 ) -> None:
@@ -250,6 +252,7 @@ def test_the_first_interrupt_leaves_a_resumable_store_and_prints_the_command(
     assert contents(store) == contents(reference)
 
 
+@pytest.mark.thorough
 def test_two_builders_on_one_store_give_what_one_gives(manifest_file: Path, reference: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     args = [*COMMAND, "build", str(manifest_file), "--out", str(store), "--json"]
@@ -300,6 +303,7 @@ def test_a_disk_that_fills_up_stops_the_build_cleanly_and_it_can_go_on(
     assert contents(store) == contents(reference)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", [OSError(errno.EIO, "bad sector"), OSError(errno.ENOSPC, "full"), MemoryError()])
 def test_a_shard_that_lost_a_sample_to_a_fault_that_passed_is_not_committed(
     short_corpus: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
@@ -356,6 +360,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 """
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     """Peak memory of a build over a corpus ten times as long: less than a third of the states that it has more."""
     ids = [i for row in pq.read_table(DATA / "tiny-hybrid-completions.parquet").to_pylist() for i in row["input_ids"]]

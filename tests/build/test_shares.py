@@ -210,6 +210,7 @@ def test_conversions_share_shards_too(whole: Whole, tmp_path: Path, monkeypatch:
     assert verify(store).ok
 
 
+@pytest.mark.thorough
 def test_whoever_is_left_makes_what_a_killed_builder_was_at(tmp_path: Path) -> None:
     manifest, store = small_manifest(tmp_path, rows=24), tmp_path / "store"
     (tmp_path / "manifest.toml").write_text(to_toml(manifest))

@@ -134,6 +134,7 @@ def test_all_end_tokens_of_the_checkpoint_end_a_completion(prompts: Path, tmp_pa
     assert rows[0]["input_ids"][mask.index(1) :].count(token) == 1
 
 
+@pytest.mark.thorough
 def test_temperature_and_top_p_are_honoured(prompts: Path, tmp_path: Path) -> None:
     greedy = run(prompts, tmp_path / "greedy.parquet")
     assert run(prompts, tmp_path / "cold.parquet", Sampling(12, temperature=1e-4)) == greedy
@@ -265,6 +266,7 @@ def wait_for_batches(process: subprocess.Popen[bytes], out: Path, n: int) -> Non
         time.sleep(0.002)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "sampling"),
     [(signal.SIGINT, Sampling(48)), (signal.SIGTERM, Sampling(48, temperature=1.0, top_p=0.9, seed=7))],
@@ -289,6 +291,7 @@ def test_a_signal_stops_it_at_the_next_batch_and_the_same_command_ends_with_the_
     assert rows == run(prompts, tmp_path / "whole.parquet", sampling)
 
 
+@pytest.mark.thorough
 def test_kill_9_costs_no_more_than_the_batch_in_work(prompts: Path, tmp_path: Path) -> None:
     out, sampling = tmp_path / "c.parquet", Sampling(48, temperature=1.0, seed=3)
     for n in (1, 2):

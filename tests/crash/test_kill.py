@@ -59,6 +59,7 @@ def kill_and_resume(n_kills: int, manifest: Path, reference: Path, tmp_path: Pat
     assert any(0 < done < total for done in killed), "no kill fell between two commits: the test saw nothing"
 
 
+@pytest.mark.thorough
 def test_builds_killed_at_random_moments_resume_to_the_same_store(
     manifest_file: Path,
     reference: Path,

@@ -94,6 +94,7 @@ def fail_at(k: int, code: int, manifest: BuildManifest, store: Path) -> None:
     assert caught.value.code == {errno.ENOSPC: "disk-full", errno.EIO: "disk-error"}[code], f"operation {k}"
 
 
+@pytest.mark.thorough
 def test_a_build_survives_a_stop_at_a_sample_of_its_operations(
     manifest: BuildManifest, reference: Path, tmp_path: Path
 ) -> None:

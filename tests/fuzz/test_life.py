@@ -159,6 +159,7 @@ def live(world: World, examples: int, steps: int) -> None:
     run_state_machine_as_test(Life, settings=how)
 
 
+@pytest.mark.thorough
 def test_a_few_lives(world: World) -> None:
     live(world, examples=6, steps=8)
 

@@ -189,6 +189,7 @@ def fuzz(victims: Victims, data: st.DataObject) -> None:
         check(root, must_be_seen=not right)
 
 
+@pytest.mark.thorough
 @settings(max_examples=150)
 @given(st.data())
 def test_changed_records_give_errors_of_ours(victims: Victims, data: st.DataObject) -> None:

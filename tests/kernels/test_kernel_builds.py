@@ -21,6 +21,8 @@ from hscache.store.layout import canonical_json, group_metadata
 from tests.made.fakes import CONV, fake, fake_fla, fla_source, hscache, run_python
 from tests.made.six_samples import SHARDS, six_samples
 
+pytestmark = pytest.mark.thorough
+
 GDN_LAYERS = [0, 1, 2, 4, 5, 6]
 CHUNK, CONV_OP = "chunk_gated_delta_rule", "causal_conv1d_fn"
 INTERPRETED = {"TRITON_INTERPRET": "1"}  # else no fla kernel is given CPU tensors

@@ -558,6 +558,7 @@ def test_a_hub_kernel_that_replaced_a_forward_is_observed(hybrid: nn.Module, mon
 # --- packages that transformers binds when it is imported: each set in a fresh process
 
 
+@pytest.mark.thorough
 def test_fake_conv_makes_a_mixed_path_named_per_op(tmp_path: Path) -> None:
     fake(tmp_path, "causal_conv1d", CONV, version="1.6.0", dists=("causal-conv1d",))
     got = run_python(
@@ -584,6 +585,7 @@ def test_fake_conv_makes_a_mixed_path_named_per_op(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_fallback_is_torch_on_a_gpu_where_a_model_has_kernels(tmp_path: Path) -> None:
     packages = {"none": (), "conv": ("causal_conv1d",), "both": ("causal_conv1d", "fla")}
     for name, installed in packages.items():
@@ -606,6 +608,7 @@ def test_a_fallback_is_torch_on_a_gpu_where_a_model_has_kernels(tmp_path: Path) 
     assert is_fallback([part], "cuda")  # type: ignore[list-item]
 
 
+@pytest.mark.thorough
 def test_fake_fla_is_observed_and_its_scale_shows(tmp_path: Path) -> None:
     fake_fla(tmp_path, fla_source(scale="1.001"))
     got = run_python(
@@ -630,6 +633,7 @@ def test_fake_fla_is_observed_and_its_scale_shows(tmp_path: Path) -> None:
     assert got["bad"] == ["layers.0.linear_attn", ["rel_frobenius", "norm_ratio"]]
 
 
+@pytest.mark.thorough
 def test_a_package_that_cannot_be_imported_shows_its_own_error(tmp_path: Path, targets: Callable[[str], Path]) -> None:
     fake_fla(tmp_path, "raise RuntimeError('built for another libc: GLIBC_2.99')")
     text = "RuntimeError: built for another libc: GLIBC_2.99"
@@ -658,6 +662,7 @@ def test_a_package_that_cannot_be_imported_shows_its_own_error(tmp_path: Path, t
     assert got["forced"][2] == op["mend"]
 
 
+@pytest.mark.thorough
 def test_old_fla_with_grouped_heads_is_refused(tmp_path: Path, targets: Callable[[str], Path]) -> None:
     fake_fla(tmp_path, fla_source(heads=WRONG_HEADS), version="0.4.2")
     got = run_python(

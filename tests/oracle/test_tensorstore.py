@@ -15,7 +15,7 @@ from hscache.store.index import read_shard
 from hscache.store.layout import StorePaths
 from tests.made.stores import little_manifest, make_store
 from tests.store.test_golden import V1
-from tests.store.test_lossy import by_the_readme
+from tests.store.test_lossy import by_the_page
 
 pytestmark = pytest.mark.oracle
 
@@ -54,7 +54,7 @@ def test_a_sample_is_what_our_reader_gives(tensorstore: Any, store: Path) -> Non
         if (shard / f"{name}_scales").exists():
             scales = open_array(tensorstore, shard / f"{name}_scales")[:n].read().result()
             codec = zarr.open_array(str(shard / name), mode="r").attrs["codec"]
-            theirs = torch.from_numpy(by_the_readme(bits, scales, codec)).bfloat16()  # type: ignore[arg-type]
+            theirs = torch.from_numpy(by_the_page(bits, scales, codec)).bfloat16()  # type: ignore[arg-type]
         else:
             theirs = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
         assert torch.equal(theirs, states)

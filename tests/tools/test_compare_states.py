@@ -12,6 +12,8 @@ from hstrain.data.packs import split
 
 import hscache
 
+pytestmark = pytest.mark.thorough
+
 RECOMPUTE, LIVE, KIND = "verify --recompute", "doctor --target (live states)", "doctor (norm kind)"
 ONLY = [
     "built again",

@@ -9,6 +9,8 @@ import pytest
 
 from hscache.store.reader import Store
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def mutations(tmp_path: Path) -> mutate.Mutations:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools" / "targets"
 TARGET = TOOLS / "tiny_hybrid"
 
 # Written for this test, so that no Python version contains it.

@@ -251,6 +251,7 @@ def test_another_text_is_bad_whatever_its_lists(
     assert "1 lists of acceptance lengths are equal, 0 are not; 1 live texts are not" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_compared_is_what_the_run_held_out(
     scored: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

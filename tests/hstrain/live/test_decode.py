@@ -30,6 +30,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tree_size", [None, 6])
 def test_sampled_text_is_distributed_as_the_targets(small, tree_size):
     prompt, runs, temperature, top_p = [1, 4, 2, 2, 0, 3], 1000, 0.9, 0.95

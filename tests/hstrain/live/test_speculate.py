@@ -301,6 +301,7 @@ def test_the_parts_of_a_step_make_up_its_time(drafter_and_head, prompts, tree_si
     )
 
 
+@pytest.mark.thorough
 def test_on_a_real_model_every_length_is_accepted(smollm2):
     tokenizer = load_tokenizer(smollm2)
     text = tokenizer.apply_chat_template(

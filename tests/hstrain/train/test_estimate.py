@@ -17,6 +17,8 @@ from hstrain.train.estimate import host_memory_bytes, memory_bytes
 from tests.made import stores
 from tests.made.trainers import train_manifest, turn_rows
 
+pytestmark = pytest.mark.thorough
+
 ATTENTION = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "block_size": 8}
 TWO = ["full_attention", "sliding_attention"]
 SHAPES: dict[str, dict[str, Any]] = {

@@ -28,6 +28,8 @@ from tests.made.ranks import ALONE, first_step, run
 from tests.made.stores import Little
 from tests.made.trainers import LENGTHS, damage, train_manifest, training_store, write_manifest
 
+pytestmark = pytest.mark.thorough
+
 Found = dict[str, Any]
 UNCLIPPED = {"optim": {"clip": 1e9, "warmup": 0.0}}
 
