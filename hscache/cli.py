@@ -191,7 +191,7 @@ def build(
             kernels=KernelPolicy(kernels, allow_fallback, accept_path),
         )
     except Interrupted as stop:
-        say(f"{stop}: the committed shards are whole. To go on:\n  {_command_line()}")
+        say(f"{stop}: the committed shards are whole. To resume:\n  {_command_line()}")
         raise typer.Exit(128 + stop.signum) from None
     if json:
         emit_json(asdict(report))
@@ -308,7 +308,7 @@ def convert(
     try:
         report = run_convert(store, out, Change(codec, _numbers(taps), not no_final_state, topk))
     except Interrupted as stop:
-        say(f"{stop}: the committed shards are whole. To go on:\n  {_command_line()}")
+        say(f"{stop}: the committed shards are whole. To resume:\n  {_command_line()}")
         raise typer.Exit(128 + stop.signum) from None
     if json:
         emit_json(asdict(report))

@@ -28,13 +28,13 @@ from hscache.kernels.observe import call, intercept
 from hscache.kernels.sites import OPS, Function, Site, classify, find_sites, source_hash
 
 CHUNK = 64
-"""Tokens of a chunk of the delta rule: faults of a kernel like to sit at its borders."""
+"""Tokens of a chunk of the delta rule: kernel faults often show at its borders."""
 _POSITIONS = ("first 4", "chunk border", "other")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What two healthy implementations may differ by; beyond is a fault."""
+    """The largest difference of two correct implementations; a larger one is a fault."""
 
     one_minus_cos_mean: float
     one_minus_cos_max: float
@@ -53,7 +53,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two sets of vectors are apart."""
+    """The distance between two sets of vectors."""
 
     vectors: int
     one_minus_cos_mean: float

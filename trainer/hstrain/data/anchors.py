@@ -44,8 +44,8 @@ def choose_window(
 
     Every possible anchor has the same chance, at the ends of a long answer as in its middle: anchors are taken from a
     stretch of ``most - 2`` positions that begins anywhere where it holds one, outside of the sample too, so that each
-    of them lies in as many stretches. What is read ends behind the last one and fills up with context before the first:
-    an anchor needs a token before it and one behind it. Where all possible anchors fit into a stretch, it holds them
+    of them lies in as many stretches. What is read ends after the last one and fills up with context before the first:
+    an anchor needs a token before it and one after it. Where all possible anchors fit into a stretch, it holds them
     all.
 
     Args:

@@ -3,7 +3,7 @@
 A block with its anchor at position a sees the context rows of its own sample strictly before a, and itself:
 
 - a full layer: all of the block, both ways;
-- a sliding layer with window W: of the block what is not behind the query, and of the context only positions
+- a sliding layer with window W: of the block the slots up to the query, and of the context only positions
   >= query's position - (W - 1).
 
 Rows of a sample lie together and in order, so the context that a block sees is one range of rows. That is the whole

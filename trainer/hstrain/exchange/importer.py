@@ -55,7 +55,7 @@ class Imported:
         tensors: Number of the drafter's weights.
         verifier: Name of the target, where the config has it.
         notes: What was read but not used, and what was filled in.
-        apart: In what it is not for the target that it was held against: name of a fact or weight -> in words.
+        apart: Differences from the target that it was compared with: name of a fact or weight -> in words.
         vllm_causal: Whether vLLM makes all layers causal inside the block, or none; None when it goes by their types.
     """
 
@@ -209,7 +209,7 @@ def read_checkpoint(
         path: Folder with ``config.json`` and safetensors.
         head: The target's; the checkpoint is held against it. A config that does not say how many layers the target
             has (speculators') needs it.
-        any_target: Take a drafter that is not for this target, too; ``apart`` says in what.
+        any_target: Also accept a drafter of another target; ``apart`` lists the differences.
 
     Raises:
         InputError: ``drafter-missing``, ``drafter-config``, ``drafter-unsupported``, ``drafter-weights``,
@@ -221,7 +221,7 @@ def read_checkpoint(
     if (path / "mask_embedding.pt").exists():
         raise InputError(
             "drafter-unsupported",
-            f"{path}/mask_embedding.pt: an embedding of its own for the mask, expected the target's row of the mask id",
+            f"{path}/mask_embedding.pt: a separate embedding for the mask, expected the target's row of the mask id",
         )
     tensors = _read_weights(path)
     weights = {name: tensor for name, tensor in tensors.items() if said.layout == "zlab" or name not in _OF_TARGET}

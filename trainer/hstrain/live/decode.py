@@ -61,7 +61,7 @@ class Decoded:
         prefill_s: Seconds for the prompt, the drafter's context of it included.
         decode_s: Seconds for all tokens but the first.
         step_s: The steps' part of it: ``draft``, the drafter's pass; ``verify``, the target's; ``keep``, putting the
-            target's states back behind what was kept, and its rows into the drafter's context. On a GPU what ``keep``
+            target's states back to after what was kept, and its rows into the drafter's context. On a GPU what ``keep``
             starts may end within the next ``draft``.
     """
 

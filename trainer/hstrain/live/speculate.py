@@ -46,7 +46,7 @@ from hstrain.score.walk import check_finite
 
 _HEAD_ROWS = 64
 _ROUNDING = {"bfloat16": 4 * 2.0**-7, "float32": 1e-3}
-"""Precision -> how far logits of one text may be apart, computed in other passes: a share of the largest of them."""
+"""Precision -> how much logits of one text may differ between passes: a share of the largest of them."""
 
 
 def speculate_prompts(

@@ -7,7 +7,7 @@ forward pass, and then only the accepted rows may stay in its cache. What that t
 
 - keys and values: other rows are dropped. Of a tree, every row sees its ancestors alone, by a mask; targets whose
   layers cannot all be masked so (recurrent or sliding ones) get one batch row per root-to-leaf path.
-- keys and values of a sliding window: transformers keeps what falls out of the window until it is told what stays.
+- keys and values of a sliding window: transformers keeps what falls out of the window until the kept length is given.
 - a recurrent state and the last inputs of a convolution (gated DeltaNet, Mamba): no past can be read from them, and
   transformers cannot crop them. They are copied before the draft and put back after it, and the layer's token mixer
   alone runs again on the accepted rows. Its inputs were recorded during the draft: those of an accepted row depend on

@@ -85,14 +85,14 @@ def memory_bytes(
         "head": head_bytes if head_bytes is not None else 2 * config.vocab_size * H,
         # a device has the pack that trains and the one before it
         "packs": _packs(config, manifest, T=T, world=world) if cpu else 2 * T * L * H * 2,
-        # gradients grow while what was kept for them goes, so the peak is at one end or the other, or behind both
+        # gradients grow while what was kept for them goes, so the peak is at one end or the other, or after both
         "activations, gradients or checkpoint": max(forward + casts, 4 * P, saving),
         "communication": _communication(config, total, e, fsdp=fsdp) if world > 1 else 0,
     }
 
 
 def host_memory_bytes(config: DrafterConfig, manifest: TrainManifest, *, T: int, world: int = 1) -> dict[str, int]:
-    """Return the terms of the host's memory at its peak where the device has a memory of its own.
+    """Return the terms of the host's memory at its peak where the device has its own memory.
 
     It is that of the first rank, which holds a whole checkpoint while it is written; the others hold the packs alone.
     When a run goes on, every rank maps the checkpoint's files, which the system can take back.

@@ -105,7 +105,7 @@ class Trainer:
     def begin(self) -> dict[str, Any] | None:
         """Take the weights that training begins from: those of ``drafter.start``, or random ones, calibrated.
 
-        Every rank reads them. A run of ours may begin from one that began from another: that is told, too.
+        Every rank reads them. If the starting run itself began from another drafter, that is recorded too.
 
         Returns:
             What the run records of its start, JSON-plain: ``path``, ``weights`` (a digest), and its own ``start``;
