@@ -272,7 +272,7 @@ def import_(
     else:
         _print_import(found)
     if out is not None:
-        say(f"{out}: hstrain fit {out} --store {store} --out RUN goes on training it")
+        say(f"{out}: hstrain fit {out} --store {store} --out RUN continues its training")
 
 
 @app.command()

@@ -94,7 +94,7 @@ def diagnose(
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
     Raises:
-        HscacheError: For what a user can mend.
+        HscacheError: For errors that a user can fix.
     """
     store, head = hscache.open(store_path), load_head(StorePaths(store_path).target)
     drafter, known = open_drafter(checkpoint, head, any_target=True)
@@ -141,7 +141,7 @@ def print_diagnosis(facts: list[Fact]) -> None:
 
 
 def to_json(facts: list[Fact]) -> list[dict[str, Any]]:
-    """Return the facts JSON-plain, each with the effect of a difference."""
+    """Return the facts as plain JSON, each with the effect of a difference."""
     return [{**asdict(fact), "effect": EFFECTS[fact.name]} for fact in facts]
 
 
@@ -245,14 +245,14 @@ def _same(
 ) -> Fact:
     known = [value for value in (trained, store, live) if value is not None]
     same = all(value == known[0] for value in known)
-    if short and same:  # digests say nothing to people, unless they differ
+    if short and same:  # digests only help a reader when they differ
         said = "same files" if len(known) > 1 else "known"
         trained, store, live = (value and said for value in (trained, store, live))
     return Fact(name, trained, store, live, same, grave)
 
 
 def _mark(fact: Fact) -> str:
-    """Say what the facts are to one another: one alone is no agreement."""
+    """Describe how the facts compare; a single known value is not an agreement."""
     alone = fact.trained is None and (fact.store is None or fact.live is None)
     return "DIFFERS" if not fact.same else "not said" if alone else "same"
 

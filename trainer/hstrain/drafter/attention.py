@@ -1,4 +1,4 @@
-"""What a query of a block sees, and attention under that rule.
+"""The attention mask of a block's queries, and attention under that mask.
 
 A block with its anchor at position a sees the context rows of its own sample strictly before a, and itself:
 

@@ -95,7 +95,7 @@ def host_memory_bytes(config: DrafterConfig, manifest: TrainManifest, *, T: int,
     """Return the terms of the host's memory at its peak where the device has its own memory.
 
     It is that of the first rank, which holds a whole checkpoint while it is written; the others hold the packs alone.
-    When a run goes on, every rank maps the checkpoint's files, which the system can take back.
+    When a run is resumed, every rank maps the checkpoint's files, which the system can take back.
 
     Args:
         config: The drafter's shape.
@@ -125,7 +125,7 @@ def _communication(config: DrafterConfig, parameters: int, e: int, *, fsdp: bool
 
 
 def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = None) -> dict[str, Any]:
-    """Return what a run would take, JSON-plain; a few steps are run and thrown away.
+    """Return what a run would take, as plain JSON; a few steps are run and their result is discarded.
 
     ``memory_bytes`` is one process's, with CUDA on its device; ``host_memory_bytes`` is beside it, and else 0.
 

@@ -90,7 +90,7 @@ def fit(
         store_path: A complete store.
         out: Run directory; new, or begun with the same manifest and store.
         device: Such as ``cpu``; None for CUDA where it is.
-        overfit: Learn so many samples by heart, as a check; 0 trains.
+        overfit: Overfit this many samples, as a check; 0 trains on all.
         tensorboard: Write the figures for TensorBoard too.
 
     Raises:
@@ -258,7 +258,7 @@ class _Run:
         self.board = Board(self.paths.root / "tensorboard")
 
     def _watch(self, step: int, record: dict[str, Any], packs: list[Pack]) -> None:
-        """Record unreadable samples and stop where going on would waste time."""
+        """Record unreadable samples, and stop the run if there are too many."""
         if record["bad"]:
             self._skip(step, self.t.world.merge(dict(bad for pack in packs for bad in pack.bad)))
         if record["blocks"]:
