@@ -1,7 +1,7 @@
-"""A serving engine's own text as the reference: how the drafter walks over it, and where ours first parts from it.
+"""Use a serving engine's text as the reference: score the drafter on it, and find where our text first differs.
 
 Every text is read once by the live target, whose states give the serving walk, the same as over a store's sample. Where
-the engine ends a text but keeps the end token to itself, it is the one that the target finds most likely there. An end
+the engine ends a text without returning the end token, the target's most likely end token is used. An end
 token that the engine gives is the end, whether it is one of the target's or another that the engine was given.
 """
 

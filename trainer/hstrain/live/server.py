@@ -1,9 +1,9 @@
-"""A serving engine over HTTP: what it writes after a prompt.
+"""Request completions from a serving engine over HTTP.
 
-``/v1/completions`` takes a prompt as token ids, so no chat template or tokenizer of the engine comes between. Answers
+``/v1/completions`` takes a prompt as token ids, so the engine's chat template and tokenizer are not involved. Answers
 differ: vLLM and SGLang add ``token_ids`` to a choice when ``return_token_ids`` is asked for (older ones leave it out,
-as other servers do); llama.cpp gives an ``id`` with every token of ``logprobs``; else there is the text alone. The end
-token may be among the ids or not, and is not in the text.
+as other servers do); llama.cpp gives an ``id`` with every token of ``logprobs``; other answers have only the text. The
+end token may be among the ids or not, and is not in the text.
 """
 
 from __future__ import annotations

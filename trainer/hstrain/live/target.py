@@ -1,6 +1,6 @@
-"""The target while it decodes: it reads a prompt, judges drafts, and forgets what was rejected.
+"""The target while it decodes: it reads a prompt, verifies drafts, and rolls back rejected tokens.
 
-This is the one module of the trainer that opens the target; fitting and evaluating need the store alone.
+This is the only module of the trainer that opens the target; fitting and evaluating need only the store.
 
 A draft of n rows (the anchor and what was drafted after it, as a chain or as a tree) goes through the target in one
 forward pass, and then only the accepted rows may stay in its cache. What that takes depends on what a layer keeps:

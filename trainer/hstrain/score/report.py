@@ -1,7 +1,7 @@
-"""``hstrain eval``: checkpoints side by side on held-out samples of one or more stores, as tables and JSON.
+"""``hstrain eval``: compare checkpoints on held-out samples of one or more stores, as tables and JSON.
 
-A checkpoint says which share of the samples was held out when it was trained, and what it began from says so, too. As
-a hash of its id decides about a sample, what all of them held out is what the smallest share holds out.
+A checkpoint records which share of the samples was held out in training, and so does the drafter that it began from.
+Since a hash of its id decides about a sample, the samples that all of them held out are those of the smallest share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How well a drafter predicts, from the cache alone.
+"""Measure how well a drafter predicts, from the store alone.
 
 Every supervised position of a held-out sample that can be an anchor is drafted from, so one pass gives both averages:
 

@@ -1,7 +1,7 @@
-"""What a run will need, before it begins: parameters, memory, steps, tokens, and hours from a few real steps.
+"""Estimate what a run needs before it begins: parameters, memory, steps, tokens, and hours from a few real steps.
 
 The memory is what one process of a run on this machine holds at its peak. It is counted from the shapes, term by term,
-so that it can be asked for shapes that do not fit here; a test holds it against measured peaks. With CUDA the device's
+so that it also works for shapes that do not fit here; a test compares it with measured peaks. With CUDA the device's
 memory is one sum and the host's another.
 
 Shapes: see :mod:`hstrain.drafter.model`; P parameters of one rank.
