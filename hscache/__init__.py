@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# OpenMP's threads wait for each other after every product. libgomp lets them spin 300,000 times, which on a busy
-# machine keeps the core from the very thread that is waited for: beside four busy processes on two cores a build kept 8
-# % of its speed, with 1,000 it keeps a third, and a quiet machine loses nothing (tools/bench/bench_busy.py). It is read
-# when torch loads.
+# OpenMP's threads wait for each other after every product. By default libgomp lets them spin 300,000 times; on a busy
+# machine this takes the core from the thread they wait for. Next to four busy processes on two cores a build kept 8 %
+# of its speed; with 1,000 spins it keeps a third, and a quiet machine loses nothing (tools/bench/bench_busy.py). The
+# variable is read when torch loads.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -23,7 +23,7 @@ __all__ = ["__version__", "open"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the reader when it is first asked for: ``hscache --help`` must not pay for zarr."""
+    """Import the reader on first use, so that ``hscache --help`` does not import zarr."""
     if name == "open":
         from hscache.store.reader import open_store
 

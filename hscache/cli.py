@@ -1,4 +1,4 @@
-"""``hscache`` on the command line: parse, call, print. Heavy imports stay inside the commands."""
+"""The command line of hscache: parse, call, print. Heavy imports stay inside the commands."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def generate(
     target: TargetOption,
     out: Output,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt's text as it is: no chat template.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion at most.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a completion.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first N prompts of each file.")] = None,
@@ -94,7 +94,7 @@ def generate(
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     json: Json = False,
 ) -> None:
-    """Let the target write the completions that a drafter will be trained on; run again to go on after a stop.
+    """Let the target write the completions that a drafter will be trained on; run again to resume after a stop.
 
     Example: hscache generate prompts.jsonl --target ~/models/SmolLM2-135M-Instruct -o corpus.parquet --limit 24
     """
@@ -146,11 +146,11 @@ def build(
     set_: Set = None,
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     fast_digest: Annotated[
-        bool, typer.Option("--fast-digest", help="Know weight files by size and time, not sha256.")
+        bool, typer.Option("--fast-digest", help="Identify weight files by size and time, not by sha256.")
     ] = False,
     kernels: Annotated[
         Literal["auto", "torch", "fla"],
-        typer.Option(help="auto: what transformers chose; torch: the references; fla: never fall back."),
+        typer.Option(help="auto: transformers' choice; torch: the references; fla: no fallback."),
     ] = "auto",
     allow_fallback: Annotated[
         bool, typer.Option("--allow-fallback", help="Let auto run torch references on a GPU.")
@@ -160,9 +160,9 @@ def build(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Run the target over the corpus and write a store; run again to go on after a stop.
+    """Run the target over the corpus and write a store; run again to resume after a stop.
 
-    Several builders of one store share its shards, as many as there are GPUs: by hand, under torchrun or srun.
+    Start as many builders of one store as there are GPUs, by hand or under torchrun or srun: they share its shards.
 
     Example: hscache build manifests/build/demo.toml --out runs/demo/store
     """
@@ -192,7 +192,7 @@ def verify(
     level: Annotated[
         Literal["quick", "full"], typer.Option(help="quick: records and sizes; full: every byte.")
     ] = "full",
-    recompute: Annotated[int, typer.Option(min=0, help="Run K random samples again and compare.")] = 0,
+    recompute: Annotated[int, typer.Option(min=0, help="Recompute the states of K random samples and compare.")] = 0,
     kernels: Annotated[
         str | None, typer.Option(help="Compare two kernel paths on samples of the store: torch,fla or torch,bound.")
     ] = None,
@@ -203,7 +203,7 @@ def verify(
     plot: Annotated[Path | None, typer.Option(help="PNG of 1 - cosine per layer, for --kernels.")] = None,
     json: Json = False,
 ) -> None:
-    """Prove that a store is whole and right; exit status 1 and a list when it is not.
+    """Check that a store is complete and correct; if not, list the findings and exit with status 1.
 
     Example: hscache verify runs/demo/store --recompute 4
     """
@@ -224,7 +224,7 @@ def verify(
     except HscacheError as error:
         if report.ok:
             raise
-        # the findings say what it is
+        # the findings say what is damaged
         states = {"not_compared": {"sentence": f"states were not compared: {error.message}"}}
     if json:
         emit_json({**report.to_json(), **states})
@@ -248,7 +248,7 @@ def repair(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Verify a store and build again only what is damaged.
+    """Verify a store and rebuild only what is damaged.
 
     Example: hscache repair runs/demo/store
     """
@@ -259,7 +259,7 @@ def repair(
     from hscache.report import print_repair
 
     kernels = KernelPolicy("auto", allow_fallback, accept_path)
-    with resumable("what was not built again is as it was"):
+    with resumable("shards not rebuilt yet are unchanged"):
         report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
     if json:
         emit_json(asdict(report))
@@ -279,7 +279,7 @@ def convert(
     topk: Annotated[int | None, typer.Option(min=0, help="Log-probabilities to keep; 0 drops the logits.")] = None,
     json: Json = False,
 ) -> None:
-    """Rewrite a store without its target: another codec, fewer taps or logits; run again to go on after a stop.
+    """Rewrite a store without its target: another codec, fewer taps or logits; run again to resume after a stop.
 
     Example: hscache convert runs/demo/store --out runs/demo/int8 --codec int8
     """
@@ -314,11 +314,11 @@ def info(store: StoreArgument, json: Json = False) -> None:
 @app.command()
 def doctor(
     target: Annotated[
-        str | None, typer.Option("--target", help="Checkpoint directory, its config is enough; or a cached hub id.")
+        str | None, typer.Option("--target", help="Checkpoint directory (config.json suffices) or cached hub id.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what would run for each op of the target on this machine, and how to mend what is missing.
+    """Show which kernel would run for each op of the target on this machine, and how to install what is missing.
 
     Exit status 1 when a build here would fall back. Example: hscache doctor --target ~/models/Qwen3.6-27B
     """
@@ -351,7 +351,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError("taps-invalid", f"--taps {text!r}: no list of numbers", hint="--taps 1,8,14") from None
+        raise ConfigError("taps-invalid", f"--taps {text!r}: not a list of numbers", hint="--taps 1,8,14") from None
 
 
 def _exit_if(found: bool) -> None:
@@ -360,5 +360,5 @@ def _exit_if(found: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line; every error becomes one message, a hint and an exit status."""
+    """Run the command line; an error prints one message and a hint, and sets the exit status."""
     run_command(app)

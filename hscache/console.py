@@ -36,13 +36,13 @@ def say(text: str) -> None:
 def emit_json(value: object) -> None:
     """Write ``value`` to stdout as JSON; the only thing a ``--json`` command prints there.
 
-    Infinities and NaN, which JSON has not, become strings.
+    Infinities and NaN become strings, since JSON has no numbers for them.
     """
     print(_json_text(value))
 
 
 def write_json(value: object, path: Path) -> None:
-    """Write what :func:`emit_json` would print to a file, and the folders above it."""
+    """Write what :func:`emit_json` would print to a file; missing parent folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_json_text(value) + "\n", encoding="utf-8")
 
@@ -79,7 +79,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
     for row in rows:
         grid.add_row(*(str(cell) for cell in row))
     console = Console()
-    # piped output has no terminal whose width could be meant: never fold a table there
+    # piped output has no terminal width to fit, so a table there is never folded
     console.print(grid) if console.is_terminal else Console(width=160).print(grid)
 
 
@@ -110,7 +110,7 @@ def duration(seconds: float) -> str:
 
 
 class Interrupted(Exception):
-    """A signal asked the work to stop; what was begun can be resumed.
+    """A signal stopped the work; the same command resumes it.
 
     Args:
         signum: Signal number.
@@ -123,7 +123,7 @@ class Interrupted(Exception):
 
 @contextmanager
 def stop_on_signal() -> Iterator[list[int]]:
-    """Turn the first SIGINT or SIGTERM into an entry of the list; the second acts as ever."""
+    """Append the first SIGINT or SIGTERM to the returned list; a second one has its usual effect."""
     stop: list[int] = []
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
@@ -131,11 +131,11 @@ def stop_on_signal() -> Iterator[list[int]]:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         stop.append(signum)
-        say("stopping as soon as what is in work is safe; once more to stop at once")
+        say("stopping as soon as the current work is safe; send the signal again to stop at once")
 
     try:
         previous = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are the caller's affair
+    except ValueError:  # not the main thread: the caller handles signals
         yield stop
         return
     try:
@@ -146,7 +146,7 @@ def stop_on_signal() -> Iterator[list[int]]:
 
 
 class Progress:
-    """Progress of ``total`` units of work, with free text behind it.
+    """Progress of ``total`` units of work, followed by free text.
 
     Args:
         label: What is being done.
@@ -171,7 +171,7 @@ class Progress:
         return time.monotonic() - self._start
 
     def advance(self, amount: int, note: str = "") -> None:
-        """Count ``amount`` more units as done and show ``note`` behind the rate."""
+        """Count ``amount`` more units as done and show ``note`` after the rate."""
         if not amount:
             return
         self._done += amount
@@ -208,14 +208,14 @@ def resumable(kept: str, *, quiet: bool = False) -> Iterator[None]:
     except Interrupted as stop:
         if not quiet:
             command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-            say(f"{stop}: {kept}. To go on:\n  {command}")
+            say(f"{stop}: {kept}. To resume:\n  {command}")
         raise SystemExit(128 + stop.signum) from None
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty picture.
+    """Return an empty figure.
 
-    A command that will draw one asks for it first, too: what takes hours must not end with a missing package.
+    A command that will draw a figure also calls this first, so that hours of work do not end with a missing package.
 
     Args:
         width: Inches.
@@ -228,7 +228,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError as error:
         hint = "pip install 'hscache[report]'"
-        raise EnvironmentFault("dependency-missing", "a picture needs matplotlib", hint=hint) from error
+        raise EnvironmentFault("dependency-missing", "drawing a plot needs matplotlib", hint=hint) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -242,7 +242,7 @@ def run_command(command: Callable[[], object]) -> None:
     try:
         command()
     except SystemExit as stop:
-        # typer calls it a failure when the reader of our output had enough
+        # typer treats it as a failure when the reader of our output closes the pipe early
         status = 0 if isinstance(stop.__context__, BrokenPipeError) else stop.code
     except HscacheError as error:
         say(f"error[{error.code}]: {error.message}")
@@ -255,9 +255,9 @@ def run_command(command: Callable[[], object]) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             say(f"error[disk-error]: {error}")
             status = EnvironmentFault.exit_code
-        else:  # other libraries raise OSErrors without a number, which are not the file system's
+        else:  # an OSError without a number comes from another library, not from the file system
             traceback.print_exc()
-            say("error[bug]: this is a fault of hscache; please report it with the lines above")
+            say("error[bug]: this is a bug in hscache; please report it with the lines above")
             status = _EXIT_BUG
     try:
         sys.stdout.flush()

@@ -17,17 +17,19 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 
 _PRODUCT_ROWS = 256
 _SLOW_BF16 = 4.0
-"""A bf16 product that takes so many times a float32 product is emulated: units take 0.3 to 1, emulation 50 or more."""
+"""bf16 counts as emulated when its product takes this many times a float32 product's time.
+
+Hardware units take 0.3 to 1 times as long, emulation 50 times or more."""
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """Return a device on which tensors can be made; one of CUDA's becomes torch's current one.
+    """Return a device on which tensors can be made; a CUDA device also becomes torch's current device.
 
-    Triton's kernels run on the current device, whatever their tensors are on.
+    Triton needs that: its kernels run on the current device, even if their tensors are on another one.
 
     Args:
-        name: As torch names it, such as ``cuda:0``; None for CUDA when there is one, else the CPU. Of several CUDA
-            devices each of torchrun's or SLURM's processes on a machine gets its own, unless a number is given.
+        name: As torch names it, such as ``cuda:0``; None for CUDA if available, else the CPU. On a machine with
+            several CUDA devices each process of torchrun or SLURM gets its own, unless a number is given.
 
     Raises:
         EnvironmentFault: ``device-missing``.
@@ -49,11 +51,11 @@ def pick_device(name: str | None = None) -> torch.device:
 
 
 def pick_dtype(dtype: Dtype, device: torch.device) -> Literal["bfloat16", "float32"]:
-    """Return the precision in which to compute, and say so when the machine decides against bfloat16.
+    """Return the precision to compute in; log a line when ``auto`` decides against bfloat16.
 
     Args:
-        dtype: A precision, which is returned as it is; ``auto`` for bfloat16 where its products are fast.
-        device: Where it is computed.
+        dtype: A precision, returned unchanged; ``auto`` for bfloat16 where its products are fast, else float32.
+        device: The device that computes.
     """
     if dtype != "auto":
         return dtype
@@ -67,8 +69,8 @@ def pick_dtype(dtype: Dtype, device: torch.device) -> Literal["bfloat16", "float
 def fast_bf16(kind: str) -> bool:
     """Return whether a kind of device multiplies bfloat16 matrices in hardware.
 
-    A CPU is timed once: whether torch and oneDNN use its units depends on their builds and settings, too. Without units
-    a product is some 50 times slower than in float32 (AVX2: 1 to 3 against 90 to 170 GFLOP/s).
+    A CPU is timed once, because whether torch and oneDNN use its bf16 units also depends on their builds and settings.
+    Without the units a product is about 50 times slower than in float32 (AVX2: 1 to 3 against 90 to 170 GFLOP/s).
 
     Args:
         kind: Type of the device, such as ``cpu``.

@@ -1,11 +1,12 @@
-"""Is a captured sample fit to be stored? The battery that runs before commit, and again in ``verify``.
+"""Check that a captured sample is fit to be stored: before each commit, and again in ``verify``.
 
-States that are not finite, zero, constant or the same for two taps have all been trained on by somebody, with a loss
-that looked well. Everything is decided from four numbers per (token, tap): the row's smallest and largest element, its
-sum of squares, and whether it equals the next tap's row. They are computed where the states are, for the whole batch,
-and only they travel; thresholds and reason codes stand in this file alone.
+States that are not finite, zero, constant or the same for two taps have all been trained on in practice, with a loss
+that looked fine. Everything is decided from four numbers per (token, tap): the row's smallest and largest element, its
+sum of squares, and whether it equals the next tap's row. They are computed on the states' device for the whole batch,
+and only these numbers are copied to the host. Thresholds and reason codes are defined in this file alone.
 
-A lossy codec changes states: how far is measured in the same way for every row, and summed up in the shard's record.
+A lossy codec changes states. The change is measured in the same way for every row, and its summary is kept in the
+shard's record.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 REASONS: dict[str, str] = {
-    "non-finite": "a state or logit is NaN or infinite, or a state so large that its square is",
+    "non-finite": "a state or logit is NaN or infinite, or the square of a state is",
     "zero-tap": "a tap is zero at every token of the sample",
     "constant-row": "a state vector has one value in all channels",
     "constant-tap": "a tap has the same state at every token of the sample",
     "duplicate-taps": "two neighbouring taps are equal at every token of the sample",
     "length-mismatch": "states and token ids differ in length",
-    "out-of-memory": "the sample alone does not fit into memory",
+    "out-of-memory": "the sample does not fit into memory even in a batch of its own",
 }
-"""Why capture rejects a sample; ``hscache.build.plan.REASONS`` are those found before."""
+"""Why capture rejects a sample; ``hscache.build.plan.REASONS`` are the reasons found before capture."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class RowStats:
 
 
 def reduce_rows(states: torch.Tensor) -> list[torch.Tensor]:
-    """Reduce states where they are, without waiting for the device: the fields of :class:`RowStats`, as tensors.
+    """Return the fields of :class:`RowStats` as tensors on the states' device, without waiting for it.
 
     Args:
         states: bf16 or float32 [N, L, H] on any device.
@@ -68,7 +69,7 @@ def reduce_rows(states: torch.Tensor) -> list[torch.Tensor]:
     import torch
 
     low, high = torch.aminmax(states, dim=-1)
-    # in float32: the squares of a massive activation pass bf16's precision, not its range
+    # in float32: the squares of massive activations fit bf16's range but not its precision
     square = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32).square() / states.shape[-1]
     bits = states.view(torch.int16 if states.dtype == torch.bfloat16 else torch.int32)
     next_tap = (bits[:, 1:] == bits[:, :-1]).all(dim=-1)
@@ -78,11 +79,11 @@ def reduce_rows(states: torch.Tensor) -> list[torch.Tensor]:
 
 
 def find_fault(stats: RowStats, taps: list[int] | tuple[int, ...]) -> tuple[str, str]:
-    """Return reason code and detail of the first fault of one sample, or two empty strings.
+    """Return reason code and detail of the first fault found in a sample, or two empty strings.
 
     Args:
-        stats: Of the sample's rows.
-        taps: Decoder block of each column, for the detail; a column behind them is the final state.
+        stats: Statistics of the sample's rows.
+        taps: Decoder block of each column, for the detail; a column after them is the final state.
     """
     names = [f"tap {tap}" for tap in taps] + ["final state"] * (stats.low.shape[1] - len(taps))
     finite = np.isfinite(stats.low) & np.isfinite(stats.high) & np.isfinite(stats.square)
@@ -145,7 +146,7 @@ class Health:
 
 @dataclass(frozen=True)
 class RowErrors:
-    """How far decoded states are from the true ones, for N tokens and C columns (taps, then the final state if stored).
+    """Errors of decoded states, for N tokens and C columns (taps, then the final state if stored).
 
     Attributes:
         rel_l2: float32 [N, C], norm of the difference over the norm of the state.
@@ -164,11 +165,11 @@ class RowErrors:
 
 
 def compare_rows(states: torch.Tensor, decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``rel_l2`` and ``apart`` of :class:`RowErrors`, float32 [N, C], where the states are.
+    """Return ``rel_l2`` and ``apart`` of :class:`RowErrors`, float32 [N, C], on the states' device.
 
     Args:
         states: bf16 [N, C, H].
-        decoded: The same after encoding and decoding.
+        decoded: The same states after encoding and decoding.
     """
     import torch
 
@@ -193,7 +194,7 @@ def kl_nats(true_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def spread(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return at most ``count`` of these rows, evenly spread."""
+    """Return at most ``count`` of these rows, evenly spaced."""
     picked: NDArray[np.int64] = rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int))]
     return picked
 

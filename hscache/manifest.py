@@ -52,7 +52,7 @@ class Section(BaseModel):
 
 
 class TargetShape(Section):
-    """Facts of the target that a plan needs; declared so that a plan needs no checkpoint, checked when there is one."""
+    """Facts of the target, declared so that a plan needs no checkpoint; they are checked when there is one."""
 
     num_layers: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
@@ -77,7 +77,7 @@ class TargetSpec(Section):
 
 
 class StatesSpec(Section):
-    """Which states are kept."""
+    """The states to keep."""
 
     taps: Taps | Literal["default"]
     """0-based decoder blocks whose *output* is kept, ascending; ``"default"`` is the five-tap rule, printed."""
@@ -86,7 +86,7 @@ class StatesSpec(Section):
 
 
 class LogitsSpec(Section):
-    """Which target distribution is kept beside the states."""
+    """What to keep of the target's distribution beside the states."""
 
     topk: int = Field(default=64, ge=0)
     """Log-probabilities kept for each supervised token, with the logsumexp; 0 keeps none."""
@@ -100,7 +100,7 @@ class CorpusSpec(Section):
 
 
 class LimitsSpec(Section):
-    """What a row must satisfy, and how many tokens one forward pass takes."""
+    """Conditions that a row must meet, and the tokens of one forward pass."""
 
     max_tokens: int = Field(default=4096, gt=1)
     """Longer rows are rejected as ``too-long``."""
@@ -116,13 +116,13 @@ class StoreSpec(Section):
     codec: Codec = "raw"
     """``raw``, ``lz4`` and ``zstd`` keep every bit; ``int8`` and ``int4`` are lossy, with a measured error."""
     shard_bytes: Size = 1 << 30
-    """A shard rolls when the next batch would pass this size."""
+    """A new shard begins when the next batch would make this one larger."""
     chunk_tokens: int = Field(default=64, gt=0)
     """Rows of one Zarr chunk: the unit of checksum and compression."""
 
 
 class BuildManifest(Section):
-    """All that decides the content of a store."""
+    """All settings that decide the content of a store."""
 
     target: TargetSpec
     states: StatesSpec
@@ -178,7 +178,7 @@ def load_toml(path: Path, model: type[M], overrides: Sequence[str] = ()) -> M:
             "manifest-missing", f"{path}: {error.strerror}", hint="the shipped ones are in manifests/"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("manifest-syntax", f"{path}: not TOML: {error}") from error
+        raise ConfigError("manifest-syntax", f"{path}: not valid TOML: {error}") from error
     return check_fields(raw, model, str(path), overrides)
 
 
@@ -191,9 +191,9 @@ def check_fields(raw: Mapping[str, Any], model: type[M], where: str, overrides: 
     """Check a mapping against a manifest's fields.
 
     Args:
-        raw: What TOML or JSON gave.
+        raw: The parsed TOML or JSON.
         model: The fields.
-        where: Named in errors.
+        where: Name of the source in error messages.
         overrides: ``key.path=value`` strings, applied in order before the check.
 
     Raises:
@@ -209,7 +209,7 @@ def check_fields(raw: Mapping[str, Any], model: type[M], where: str, overrides: 
         # an unknown key is the likelier cause when a typo also leaves a required key missing: report it first
         fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        # pydantic puts the names of union members between the keys: keep what a user typed
+        # pydantic puts the names of union members between the keys: keep only the keys that a user typed
         key = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
         if fault["type"] == "extra_forbidden":
             near = difflib.get_close_matches(
@@ -268,7 +268,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     for part in parts[:-1]:
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
-            raise ConfigError("manifest-unknown-key", f"--set {key.strip()}: {part} is no section")
+            raise ConfigError("manifest-unknown-key", f"--set {key.strip()}: {part} is not a section")
         node = child
     node[parts[-1]] = parsed
 

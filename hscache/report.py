@@ -34,7 +34,7 @@ def plan_json(plan: Plan, manifest: ResolvedManifest, out: Path) -> dict[str, An
     Args:
         plan: The plan.
         manifest: With resolved taps and shape.
-        out: Where the store would lie.
+        out: Directory where the store would be.
     """
     arrays = array_bytes(plan, manifest_specs(manifest, manifest.target.shape.hidden_size))
     shards = len(plan.batches)
@@ -65,7 +65,7 @@ def plan_json(plan: Plan, manifest: ResolvedManifest, out: Path) -> dict[str, An
 
 
 def _is_planned(out: Path, plan: Plan) -> bool:
-    """Tell whether a store was begun with this plan: shards of another one are none of it."""
+    """Return whether a store was begun with this plan; shards of another plan do not count as committed."""
     return StorePaths(out).manifest.exists() and read_manifest(out)["plan"]["digest"] == table_digest(plan.table)
 
 
@@ -101,7 +101,7 @@ def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> N
 def print_build(report: BuildReport) -> None:
     """Print what a build did."""
     rejected = sum(report.rejected.values())
-    what = f"{report.built} shards built" if report.built else "nothing left to build, every shard is there"
+    what = f"{report.built} shards built" if report.built else "nothing left to build, all shards are complete"
     rate = f", {report.tokens / report.capture_seconds:,.0f} tokens/s" if report.built == report.shards else ""
     say(f"{report.store}: {what} in {duration(report.seconds)}{rate}")
     say(
@@ -114,7 +114,7 @@ def print_build(report: BuildReport) -> None:
 
 def print_convert(report: ConvertReport) -> None:
     """Print what a conversion did."""
-    what = f"{report.built} shards converted" if report.built else "nothing left to convert, every shard is there"
+    what = f"{report.built} shards converted" if report.built else "nothing left to convert, all shards are complete"
     say(f"{report.store}: {what} in {duration(report.seconds)}")
     kept = "states bit by bit those of the source" if report.exact else "hscache info shows the error of the codec"
     say(
@@ -168,13 +168,13 @@ def verify_with_states(
     """Compare states as asked, add findings to the report, and return the comparisons as plain JSON.
 
     Args:
-        report: Of the integrity check; findings are added.
+        report: Result of the integrity check; findings are added to it.
         recompute: Samples to run again.
         kernels: ``reference,candidate``.
         against: Another store.
         samples: Samples for ``kernels`` and ``against``.
         target: Checkpoint directory; None for the manifest's.
-        device: Where to run.
+        device: Device to run on.
         plot: PNG to write for ``kernels``.
         show: Print tables to stdout.
 
@@ -385,7 +385,7 @@ def _codec_error(records: list[dict[str, Any]]) -> dict[str, Any] | None:
     if len(columns_of) > 1:
         raise IntegrityError(
             "store-damaged",
-            f"the codec's error is recorded for {sorted(columns_of)} taps, in different shards",
+            f"shards record the codec's error for different numbers of taps: {sorted(columns_of)}",
             hint="hscache verify STORE --level full",
         )
     tokens, kl_rows = (sum(record[name] for record in records) for name in ("tokens", "kl_rows"))

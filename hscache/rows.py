@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class CorpusRow:
-    """One row as a reader gave it.
+    """One row as a reader returned it.
 
     Attributes:
         row: Number of the row in the corpus, 0-based.

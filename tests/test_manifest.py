@@ -199,7 +199,7 @@ def test_set_without_key_and_value_is_refused(write: Any, override: str) -> None
 def test_set_below_a_value_is_refused(write: Any) -> None:
     error = refusal(write(MINIMAL), "target.path.x=1")
     assert error.code == "manifest-unknown-key"
-    assert "path is no section" in error.message
+    assert "path is not a section" in error.message
 
 
 @pytest.mark.parametrize("content", ["[target", b"\xff\xfe\x00", "a = 1\na = 2", "x = 1979-99-99"])

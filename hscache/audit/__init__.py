@@ -1,1 +1,1 @@
-"""Proof that a store is whole and right."""
+"""Check that a store is complete and correct."""

@@ -1,13 +1,13 @@
-"""States against states: a store against its target, one kernel path against another, a store against a store.
+"""Compare states: a store with its target, one kernel path with another, or a store with another store.
 
-All three end in the same question, how far apart are two sets of states, and answer it per tap: mean, 99th percentile
-and maximum of 1 - cosine over tokens, relative L2 distance, ratio of norms; and through the head: how often the first
-choice is the same, and the KL divergence in nats. Cosine alone misses an error of scale, hence the ratio.
+All three measure the distance between two sets of states. Per tap: mean, 99th percentile and maximum of 1 - cosine over
+tokens, relative L2 distance, ratio of norms. Through the head: how often the first choice is the same, and the KL
+divergence in nats. The ratio of norms is there because cosine alone misses an error of scale.
 
 A fixed cosine fails healthy kernels at depth 64 and passes broken ones, so kernel paths are judged end to end as a
 multiple of the *noise floor*: the distance between the reference path in the store's precision and in the next wider
-one. Beyond :data:`FLOOR_LIMIT` times the floor they differ. The local comparison of
-:mod:`hscache.kernels.compare`, flat with depth, names the first layer and the heads.
+one. Paths whose distance exceeds :data:`FLOOR_LIMIT` times the floor differ. The local comparison of
+:mod:`hscache.kernels.compare`, which does not grow with depth, names the first layer and the heads.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from hscache.store.lossy import WORST_COSINE
 from hscache.store.reader import Sample, Store, as_torch, decoded
 
 FLOOR_LIMIT = 3.0
-"""Kernel paths differ when their states are further apart than this many noise floors."""
-# Recomputing on other hardware moves states by the noise of a kernel change; another sample, tap or norm moves them by
-# tenths. Between the two lie orders of magnitude.
+"""Kernel paths differ when the distance of their states exceeds this many noise floors."""
+# Recomputing on other hardware changes 1 - cosine by as little as other kernels do; another sample, tap or norm changes
+# it by tenths. The two differ by orders of magnitude.
 _RECOMPUTE_MEAN = 1e-3
 _RECOMPUTE_MAX = 0.1
 _RECOMPUTE_NORM = 0.02
@@ -51,7 +51,7 @@ Path_ = Literal["torch", "fla", "bound"]
 
 @dataclass(frozen=True)
 class TapDistance:
-    """How far two sets of states of one tap are apart.
+    """The distance between two sets of states of one tap.
 
     Attributes:
         name: ``tap N`` or ``final state``.
@@ -110,7 +110,7 @@ class KernelsReport:
         floor: Distance of the reference in the store's precision from the next wider one.
         ratios: Per tap, mean of 1 - cosine over that of the floor.
         local: Per (layer, op), on the same inputs.
-        sentence: The answer in words.
+        sentence: The result in words.
         agree: Whether they agree.
     """
 
@@ -130,7 +130,7 @@ class KernelsReport:
 
 
 class _Distances:
-    """Collects pairs of samples."""
+    """Collect the distances of pairs of samples."""
 
     def __init__(self, names: list[str], head: TargetHead | None) -> None:
         self._names, self._head = names, head
@@ -205,8 +205,8 @@ _POSITIONS = ("first 4", "chunk border", "other")
 def recompute(store: Store, count: int, *, target: Path | None = None, device: str | None = None) -> Comparison:
     """Run random samples through the target alone and compare with what is stored.
 
-    Catches what no checksum can: swapped rows, a tap off by one, a wrong norm, leaks through padding. Each sample runs
-    by itself, right-padded to its batch's width, so that on the same machine the states are equal bit by bit.
+    Finds errors that no checksum can: swapped rows, a tap off by one, a wrong norm, leaks through padding. Each sample
+    runs by itself, right-padded to its batch's width, so that on the same machine the states are equal bit by bit.
 
     Args:
         store: The store; its samples are picked with a fixed seed.
@@ -232,11 +232,11 @@ def recompute(store: Store, count: int, *, target: Path | None = None, device: s
 
 
 def fault(comparison: Comparison, codec: str = "raw") -> str:
-    """Return in words why two sets of states cannot be the same ones computed twice, or an empty string.
+    """Return why two sets of states cannot be the same states computed twice, or an empty string.
 
     Args:
-        comparison: Of the two.
-        codec: The coarsest that one of them went through.
+        comparison: Distance of the two sets.
+        codec: The coarsest codec that either set went through.
     """
     mean = _RECOMPUTE_MEAN if codec != "int4" else 1 - WORST_COSINE[codec]
     for tap in comparison.taps:
@@ -289,7 +289,7 @@ def kernels(
     target: Path | None = None,
     device: str | None = None,
 ) -> KernelsReport:
-    """Run samples of a store on two kernel paths and say whether these agree.
+    """Run samples of a store on two kernel paths and report whether the paths agree.
 
     Args:
         store: Gives samples, taps and precision.
@@ -359,7 +359,7 @@ def _verdict(report: KernelsReport, dtype: str) -> tuple[bool, str]:
 
 
 def _require_path(target: LoadedTarget, path: Path_) -> None:
-    """Refuse a path that cannot run here, before another one is run over every sample."""
+    """Refuse a path that cannot run here, before the other path is run over every sample."""
     for record in planned_records(target.model, path):
         if target.device.type == "cpu" and record.phase == "prefill" and gpu_only(record.implementation):
             raise EnvironmentFault(
@@ -372,7 +372,7 @@ def _require_path(target: LoadedTarget, path: Path_) -> None:
 def _run(
     store: Store, target: LoadedTarget, rows: Sequence[CorpusRow], path: Path_, *, guard: bool
 ) -> list[torch.Tensor]:
-    # before rounding: in float32 the few elements that bf16 rounds the other way would be all that is seen
+    # before rounding: otherwise the distance would only show the few elements that bf16 rounds the other way
     capturer = _capturer(store, target, dtype=torch.float32)
     out = []
     progress = Progress(f"states on the {path} path", sum(len(_ids(row)) for row in rows), "tok")

@@ -1,8 +1,8 @@
-"""What would run on this machine, before a build: for each op of each kind of layer, and how to mend what is missing.
+"""Diagnose, before a build, which kernel would run for each op of each kind of layer, and how to install missing ones.
 
-Needs a target's ``config.json`` alone. The model is built on the meta device, so that its layers are wired by
-transformers exactly as in a build, without weights or memory; then its sites are read as provenance reads them. Costs
-the import of transformers and a second or two for a model of 64 layers.
+Only a target's ``config.json`` is needed. The model is built on the meta device, so that transformers wires its layers
+exactly as in a build, without weights or memory; then its sites are read as provenance reads them. The cost is the
+import of transformers and a second or two for a model of 64 layers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OpDiagnosis:
     """Implementation that a build here would call."""
     source: str
     missing: str | None
-    """Package that has a kernel for the op and would not be used; None when nothing is missing."""
+    """Package that has a kernel for the op but would not be used; None when nothing is missing."""
     reason: str | None
     """Why it would not be used: the import's own error, or the lack of a GPU."""
     mend: str | None
@@ -55,7 +55,7 @@ class OpDiagnosis:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """All layers whose ops are bound alike."""
+    """All layers whose ops are bound to the same implementations."""
 
     kind: str
     """Type of layer as the config names it, or the class of the mixer."""
@@ -80,7 +80,7 @@ class Diagnosis:
     path_id: str | None
     findings: tuple[GuardFinding, ...]
     would_fall_back: bool
-    """Whether a prefill op that a package implements would run as torch reference, or as nobody knows what."""
+    """Whether a prefill op that a package implements would run as torch reference or as an unknown implementation."""
 
     @property
     def ok(self) -> bool:
@@ -112,7 +112,7 @@ def diagnose(target: Path | None = None) -> Diagnosis:
     sites = find_sites(model)
     bound, runs = planned_records(model, "bound", device=device), planned_records(model, "auto", device=device)
     needed = {OPS[record.op].package for record in runs if record.op in OPS and record.phase == "prefill"}
-    for package in needed:  # the error of what this model takes, not of ops it does not have
+    for package in needed:  # the import error of the ops that this model uses, not of others
         ops_of = sorted({record.op for record in runs if record.op in OPS and OPS[record.op].package == package})
         packages[package] = probe_package(package, ops_of)
     ops = [_diagnose_op(b, r, device, packages) for b, r in zip(bound, runs, strict=True)]
@@ -135,7 +135,7 @@ def diagnose(target: Path | None = None) -> Diagnosis:
 
 
 def render(diagnosis: Diagnosis) -> str:
-    """Return the diagnosis as plain text, the mending commands below what they mend."""
+    """Return the diagnosis as plain text, with the command that fixes a problem below it."""
     facts = diagnosis.environment
     lines = [f"device    {facts['device']}" + (f", capability {facts['capability']}, CUDA {facts['cuda']}"
                                                if facts["capability"] else "")]  # fmt: skip
@@ -199,7 +199,7 @@ def _diagnose_op(bound: KernelRecord, run: KernelRecord, device: str, packages: 
         missing, reason = "mamba_ssm", "the mixer takes its slow path: a kernel is missing, or there is no GPU"
         mend = next((packages[p].mend for p in ("mamba_ssm", "causal_conv1d") if not packages[p].ok), None)
     elif run.implementation == "unknown":
-        reason = "this layer's wiring is not known to hscache, so what runs cannot be told"
+        reason = "this layer's wiring is not known to hscache, so what runs is unknown"
     return OpDiagnosis(
         run.op, run.phase, run.wiring, bound.implementation, run.implementation, run.source, missing, reason, mend
     )
@@ -233,7 +233,7 @@ def _meta_model(target: Path) -> nn.Module:
             config = AutoConfig.from_pretrained(directory)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # of a config that is none, or of another transformers', in whatever way it fails
+    except Exception as error:  # an invalid config, or one of another transformers version, can fail in any way
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EnvironmentFault(
             "target-config", f"{directory}/config.json: {first}", hint="pip install --upgrade transformers"
@@ -244,7 +244,7 @@ def _meta_model(target: Path) -> nn.Module:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back transformers' advice: "The fast path is not available" never told what runs."""
+    """Suppress transformers' warning "The fast path is not available", which does not say what runs."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

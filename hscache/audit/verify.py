@@ -1,9 +1,9 @@
-"""Prove that a store is whole and right, or say exactly what is not.
+"""Check that a store is complete and correct, and list exactly what is not.
 
-``quick`` reads records and sizes: every planned shard is there, belongs to this manifest, and has its files. ``full``
+``quick`` reads records and sizes: every planned shard exists, belongs to this manifest, and has its files. ``full``
 also reads every byte: file and sample digests, ids, masks, the health battery of :mod:`hscache.health`, statistics
-against the record, and a self-check that ``lm_head(final_state)`` gives the stored top-k. Nothing is repaired here, and
-reading goes through zarr-python, not through the code that wrote.
+against the record, and a self-check that ``lm_head(final_state)`` gives the stored top-k. Nothing is repaired here.
+Arrays are read through zarr-python, not through the code that wrote them.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ if TYPE_CHECKING:
 FINDINGS: dict[str, str] = {
     "plan-damaged": "plan.parquet is unreadable or not the plan of the manifest",
     "shard-missing": "a planned shard does not exist",
-    "shard-extra": "a shard that the plan does not have",
+    "shard-extra": "a shard is not in the plan",
     "shard-record": "a shard's zarr.json is unreadable or differs from its digest",
-    "shard-foreign": "a shard that was built for another manifest",
+    "shard-foreign": "a shard was built for another manifest",
     "shard-samples": "a shard's sample table differs from the plan",
     "file-missing": "a file of a shard does not exist",
     "file-size": "a file of a shard has another size than recorded",
-    "file-extra": "a file or folder that no record names",
+    "file-extra": "no record names a file or folder",
     "file-content": "a file of a shard differs from its digest",
     "array-unreadable": "zarr cannot read an array",
     "sample-digest": "a sample's bytes differ from its digest",
-    "sample-ids": "a token id outside the vocabulary",
-    "sample-mask": "a loss mask with other values than 0 and 1, or another count than recorded",
+    "sample-ids": "a token id is outside the vocabulary",
+    "sample-mask": "a loss mask has values other than 0 and 1, or another count than recorded",
     "sample-states": "a sample fails the health battery",
     "statistics-record": "a shard's statistics differ from its record",
     "statistics-outlier": "a shard's states are of another magnitude than the store's",
     "index-stale": "index.parquet is missing, unreadable or differs from the shards",
-    "kernels-mixed": "shards were computed by different kernel paths, and nobody accepted that",
+    "kernels-mixed": "shards were computed by different kernel paths without --accept-path",
     "target-damaged": "a file of target/ is missing or altered",
     "head-mismatch": "lm_head(final state) does not give the stored top-k",
     "codec-error": "a shard's record lacks the error of its lossy codec, or it is beyond what the codec promises",
@@ -83,19 +83,19 @@ _STATISTICS_RTOL_LOSSLESS = 1e-3
 _HEAD_ROWS_PER_SHARD = 32
 _HEAD_LIMIT_NATS = {"raw": 0.25, "int8": 0.5, "int4": math.inf}
 _HEAD_MEAN_LIMIT_NATS = 1.0
-# So many missing shards are named one by one.
+# At most this many missing shards are named one by one.
 _MOST_MISSING = 10_000
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be.
+    """One fault of a store.
 
     Attributes:
         code: Key of :data:`FINDINGS`.
         where: Shard, file or sample.
-        detail: Got and expected.
-        shard: Shard to rebuild, or None when it is not a shard's affair.
+        detail: What was found and what was expected.
+        shard: Shard to rebuild, or None when the fault is not in a shard.
     """
 
     code: str
@@ -132,7 +132,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
     def to_json(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def verify(root: Path, level: Literal["quick", "full"] = "full") -> VerifyReport
         level: ``quick`` or ``full``.
 
     Raises:
-        HscacheError: When there is no store, or its ``manifest.json`` cannot be trusted: nothing can be checked then.
+        HscacheError: When there is no store, or its ``manifest.json`` is damaged, so that nothing can be checked.
     """
     document = read_manifest(root)
     return _Verifier(root, document, full=level == "full").run()
@@ -181,7 +181,7 @@ class _Verifier:
             self._find("shard-missing", shard_name(shard), "planned, not there", shard)
         more = len(planned) - sum(shard in planned for shard in present) - _MOST_MISSING
         if more > 0:
-            self._find("shard-missing", "shards/", f"{more:,} more are planned and not there")
+            self._find("shard-missing", "shards/", f"{more:,} more are planned, not there")
         for shard in sorted(shard for shard in present if shard in planned):
             tokens = self._shard(shard, plan)
             if progress is not None:
@@ -229,13 +229,13 @@ class _Verifier:
             self._find("target-damaged", "target/", error.message)
 
     def _strays(self, present: set[int], planned: range) -> None:
-        """Find what lies in the store and is no part of it; names with a dot are another tool's affair."""
+        """Report files in the store that are not part of it; names that begin with a dot are left to other tools."""
         paths, root = self._paths, self._root
         parts = {paths.manifest, paths.plan, paths.index, paths.shards, paths.target, paths.staging}
         self._extra([p for p in root.iterdir() if p not in parts and not p.name.startswith(".")])
         known = {shard_name(shard) for shard in present}
         others = [p for p in paths.shards.glob("*") if p.name not in known]
-        # without its record a planned shard is missing, and any other folder is nothing
+        # a planned shard without its record counts as missing; any other folder without one is not a shard
         numbers = {p: int(p.stem) for p in others if p.stem.isdecimal() and len(p.stem) < 18}
         self._extra([p for p in others if numbers.get(p, -1) not in planned or p.name != shard_name(numbers[p])])
 
@@ -263,7 +263,7 @@ class _Verifier:
         tokens = sum(int(row["n_tokens"]) for row in good)
         self._report.tokens += tokens
         made = body["provenance"]
-        if good:  # else nothing ran
+        if good:  # else no sample ran through the target
             self._paths_seen.setdefault(made["kernels"]["path_id"], []).append(shard)
         self._paths_accepted.add(made["accepted_path"])
         if good and self._columns(shard, body["health"]):
@@ -275,7 +275,7 @@ class _Verifier:
         return tokens
 
     def _columns(self, shard: int, health: dict[str, Any]) -> bool:
-        """Tell whether the statistics of a shard's record are those of this store's taps and the final state."""
+        """Return whether a shard's record has statistics for this store's taps and the final state."""
         counts = {len(health[name]) for name in ("rms", "typical_rms", "max_abs")}
         if counts == {len(self._taps) + 1}:
             return True
@@ -313,10 +313,10 @@ class _Verifier:
                 whole = False
             elif digest != entry["xxh3_128"]:
                 self._find("file-content", where, "differs from its digest", shard)
-                # altered metadata can make zarr read anything, or raise anything: what it describes is not read
+                # altered metadata can make zarr read or raise anything, so the arrays it describes are not read
                 whole = whole and not name.endswith("zarr.json")
         known = {path / name for name in (*body["files"], "zarr.json")}
-        # of a folder that nothing names, itself; and of no shard, since the shard's own data are right
+        # an unrecorded folder is reported itself, without a shard, since the shard's own data are intact
         folders = {path, *(file.parent for file in known)}
         self._extra([p for p in path.rglob("*") if p.parent in folders and p not in known | folders])
         return whole
@@ -355,7 +355,7 @@ class _Verifier:
     def _digest(self, where: str, shard: int, row: dict[str, Any], values: dict[str, NDArray[Any]]) -> None:
         digest = xxhash.xxh3_128()
         for spec in self._specs:
-            # not a cast of the memory: a record may say that there are no rows, and that refuses to be cast
+            # not a memoryview cast, which fails on an array without rows, as a wrong record may describe
             digest.update(np.ascontiguousarray(values[spec.name]).reshape(-1).view(np.uint8).data)
         if digest.hexdigest() != row["digest"]:
             self._find("sample-digest", where, "bytes differ from the digest taken at capture", shard)
@@ -383,7 +383,7 @@ class _Verifier:
 
         before = np.flatnonzero(values["loss_mask"][1:])
         if not len(before) or len(before) != len(values["logit_ids"]):
-            return  # the mask is wrong, and found to be
+            return  # the wrong mask is reported already
         picks = np.unique(np.linspace(0, len(before) - 1, count).astype(int))
         final: torch.Tensor = as_torch(values["final_state"][before[picks]], "final_state")
         recomputed = torch.log_softmax(self._head.logits(final), dim=-1)
@@ -392,7 +392,7 @@ class _Verifier:
             self._find("head-mismatch", where, "stored top-k ids outside the vocabulary", shard)
             return
         stored = torch.from_numpy(values["logit_logprobs"][picks].astype(np.float32))
-        # weighted by probability: what the tail of a top-64 says is noise
+        # weighted by probability: the tail of a top-64 is noise
         weight = stored.exp()
         error = ((recomputed.gather(-1, ids) - stored).abs() * weight).sum(-1) / weight.sum(-1)
         worst = float(error.max())
@@ -417,7 +417,7 @@ class _Verifier:
 
     def _statistics(self, shard: int, recorded: dict[str, Any], found: dict[str, Any]) -> None:
         for name in ("rms", "typical_rms", "max_abs"):
-            # without a stored final state its column, the last of the record, cannot be computed again
+            # without a stored final state its statistics, the record's last column, cannot be recomputed
             rtol = _STATISTICS_RTOL.get(self._codec, _STATISTICS_RTOL_LOSSLESS)
             if not np.allclose(recorded[name][: len(found[name])], found[name], rtol=rtol):
                 self._find(
@@ -433,12 +433,12 @@ class _Verifier:
                 self._find("kernels-mixed", shard_name(shard), f"kernel path {path}, most shards ran {most}", shard)
 
     def _magnitudes(self) -> None:
-        # the first token's state is up to a thousand times as large as the others': it rules a few tokens' mean
+        # the first token's state is up to a thousand times as large as the others': it dominates a mean of few tokens
         shards = sorted(shard for shard in self._typical if self._mean_tokens[shard] >= _TYPICAL_TOKENS)
         if len(shards) < 2:
             return
         typical = np.array([self._typical[shard] for shard in shards])
-        with np.errstate(all="ignore"):  # a record may say anything, and the statistics tell
+        with np.errstate(all="ignore"):  # a record may hold any numbers; the comparison reports them
             ratio = typical / np.median(typical, axis=0)
         for i, column in np.argwhere((ratio > _OUTLIER_FACTOR) | (ratio < 1 / _OUTLIER_FACTOR)):
             name = f"tap {self._taps[column]}" if column < len(self._taps) else "final state"

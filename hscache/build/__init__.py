@@ -1,1 +1,1 @@
-"""From corpus and manifest to a store."""
+"""Build a store from a corpus and a manifest."""

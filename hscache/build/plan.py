@@ -1,10 +1,10 @@
-"""Which sample goes into which shard, and how large everything becomes: a pure function of corpus and manifest.
+"""Plan which sample goes into which shard, and all sizes: a pure function of corpus and manifest.
 
 The corpus is streamed once. Rows that cannot be used get a reason. The others are taken in windows of 1,024, sorted by
 length inside a window, cut into forward batches of at most ``limits.batch_tokens`` padded tokens, and the batches are
-shuffled inside the window with a fixed seed, so that a shard is no length class. Whole batches fill a shard until the
-next one would pass ``store.shard_bytes``. Nothing here knows the number of workers: any worker may build any shard, and
-another number of them may finish the job.
+shuffled inside the window with a fixed seed, so that each shard mixes lengths. Whole batches fill a shard until the
+next one would exceed ``store.shard_bytes``. The plan does not depend on the number of workers: any worker may build any
+shard, and a different number of workers may finish the job.
 
 Cost: one pass over the corpus; memory for one window of tokens and about 150 bytes of table per row.
 """
@@ -34,17 +34,17 @@ REASONS: dict[str, str] = {
     "bad-row": "ids or mask are missing or not lists of whole numbers",
     "length-mismatch": "ids and mask differ in length",
     "empty": "no tokens",
-    "bad-mask": "the mask holds something else than 0 and 1",
-    "ids-out-of-vocab": "a token id outside the target's vocabulary",
+    "bad-mask": "the mask holds values other than 0 and 1",
+    "ids-out-of-vocab": "a token id is outside the target's vocabulary",
     "too-few-supervised": "fewer supervised tokens than limits.min_loss_tokens",
     "too-long": "more tokens than limits.max_tokens",
     "duplicate-id": "the sample id was seen before",
 }
-"""Why the plan rejects a row; ``hscache.health.REASONS`` are those found while capturing."""
+"""Why the plan rejects a row; ``hscache.health.REASONS`` are the reasons found while capturing."""
 
 
 class SampleSink(Protocol):
-    """Takes the accepted samples of one forward batch, in plan order."""
+    """Receives the accepted samples batch by batch, in plan order."""
 
     def write_batch(self, rows: list[CorpusRow]) -> None:
         """Take one forward batch."""
@@ -109,7 +109,7 @@ def make_plan(
         rows: The corpus, in order.
         manifest: With resolved taps.
         hidden_size: H of the target.
-        vocab_size: Rows of the target's embedding; ids must be below.
+        vocab_size: Rows of the target's embedding; token ids must be smaller.
         sink: Receives the accepted samples batch by batch, in plan order.
 
     Raises:
@@ -213,7 +213,7 @@ class _Planner:
         self._first_batch, self._sums = self._n_batches, [0, 0]
 
     def result(self) -> Plan:
-        """Return the plan; the planner is spent."""
+        """Return the plan; the planner cannot be used again."""
         if self._shard_bytes:
             self._close_shard()
         columns = {name: self._columns[name] + self._rejected[name] for name in PLAN_SCHEMA.names}
@@ -240,7 +240,7 @@ class _Planner:
             return "too-long", f"{len(ids)} tokens, limit {limits.max_tokens}"
         n_loss = supervised(mask)
         if n_loss < limits.min_loss_tokens:
-            return "too-few-supervised", f"{n_loss} supervised tokens, at least {limits.min_loss_tokens} wanted"
+            return "too-few-supervised", f"{n_loss} supervised tokens, expected at least {limits.min_loss_tokens}"
         return "", ""
 
 
@@ -298,7 +298,7 @@ def _append(columns: dict[str, list[Any]], line: tuple[Any, ...]) -> None:
 
 
 def _cut(window: list[tuple[CorpusRow, int]], batch_tokens: int) -> Iterator[list[tuple[CorpusRow, int]]]:
-    """Cut samples sorted by falling length into batches; the first of a batch is its padded width."""
+    """Cut samples, sorted longest first, into batches; the first sample of a batch gives its padded width."""
     batch: list[tuple[CorpusRow, int]] = []
     for item in window:
         if batch and (len(batch) + 1) * len(_ids(batch[0][0])) > batch_tokens:

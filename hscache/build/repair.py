@@ -1,9 +1,9 @@
-"""Make a damaged store whole again, rebuilding only what is damaged.
+"""Repair a damaged store by rebuilding only what is damaged.
 
-``verify`` names the shards and derived files that are not right; those are set aside and built again from the store's
-own manifest, plan and corpus. What is good stays as it is, byte for byte, and so does what is damaged when it cannot be
-built: a target or corpus that is elsewhere, other kernels, a full disk. A damaged ``manifest.json`` cannot be repaired:
-it is the one thing that says what the store should hold.
+``verify`` names the damaged shards and derived files; these are moved away and rebuilt from the store's own manifest,
+plan and corpus. Undamaged files stay as they are, byte for byte. Damaged files also stay when they cannot be rebuilt,
+because the target or corpus is missing, the kernels differ or the disk is full. A damaged ``manifest.json`` cannot be
+repaired, because only it says what the store should hold.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RepairReport:
     Attributes:
         store: Store directory.
         found: Codes of the findings -> how many.
-        rebuilt: Numbers of the shards that were built again.
-        rewritten: Other files that were made again.
-        build: What the build did; None when nothing had to be built.
-        ok: Whether the store is whole now.
+        rebuilt: Numbers of the shards that were rebuilt.
+        rewritten: Other files that were written again.
+        build: Report of the build; None when nothing had to be built.
+        ok: Whether the store has no findings left.
     """
 
     store: str
@@ -65,7 +65,7 @@ def repair(
         kernels: Which kernel paths are accepted; the good shards' path is required unless named otherwise.
 
     Raises:
-        ConflictError: ``store-converted``: only its source can give a converted store's shards again.
+        ConflictError: ``store-converted``: the shards of a converted store can only be made again from its source.
         HscacheError: Of every group; ``store-damaged`` when ``manifest.json`` itself is damaged.
         Interrupted: On the first SIGINT or SIGTERM, at the next batch.
     """
@@ -76,17 +76,17 @@ def repair(
         report.found[finding.code] = report.found.get(finding.code, 0) + 1
     damaged = _damaged(paths, before)
     if not report.found.keys() - {"file-extra"}:
-        report.ok = before.ok  # what no record names may be somebody's: it is told, not removed
+        report.ok = before.ok  # unrecorded files may be the user's: report them, never delete them
         return report
     if "converted" in document and report.found.keys() - {"file-extra", "index-stale"}:
         raise ConflictError(
             "store-converted",
-            f"{root}: {len(before.findings)} findings, in a store that hscache convert made: no target can build it",
+            f"{root}: {len(before.findings)} findings; a target cannot rebuild a store made by hscache convert",
             hint="convert its source again, into another --out; nothing was changed",
         )
     report.rebuilt = sorted({f.shard for f in before.findings if f.shard is not None and f.shard < before.shards})
     report.rewritten = [path.name for path in damaged if path.parent != paths.shards]
-    say(f"{root}: {len(report.rebuilt)} shards to build again, and {', '.join(report.rewritten) or 'no other file'}")
+    say(f"{root}: to rebuild: {len(report.rebuilt)} shards, and {', '.join(report.rewritten) or 'no other file'}")
     with disk_errors(root), Staging(paths.staging) as staging, _set_aside(damaged, staging.path):
         if "converted" in document:
             finalize(root, staging.path)
@@ -98,9 +98,9 @@ def repair(
 
 @contextmanager
 def _set_aside(damaged: list[Path], staging: Path) -> Iterator[None]:
-    """Move what is damaged out of the way; back again, unless there is another, when it cannot be made anew.
+    """Move damaged files away; if they cannot be rebuilt, move each back unless a new one has taken its place.
 
-    Each goes by one rename: a repair that is killed leaves a store that a build can finish.
+    Each move is one rename, so a repair that is killed leaves a store that a build can finish.
     """
     aside: list[tuple[Path, Path]] = []
     try:
@@ -116,7 +116,7 @@ def _set_aside(damaged: list[Path], staging: Path) -> Iterator[None]:
 
 
 def _damaged(paths: StorePaths, found: VerifyReport) -> list[Path]:
-    """Return what has to go: shards with findings, and derived files that are wrong."""
+    """Return what has to be rebuilt: shards with findings, and derived files that are wrong."""
     shards = {paths.shard(finding.shard) for finding in found.findings if finding.shard is not None}
     codes = {finding.code for finding in found.findings}
     others = {"plan-damaged": paths.plan, "index-stale": paths.index, "target-damaged": paths.target}

@@ -1,7 +1,8 @@
-"""The accepted samples of a plan on disk, one record batch per forward batch, so that a build never holds a corpus.
+"""Keep the accepted samples of a plan on disk, so that a build never holds a corpus in memory.
 
-Any source format becomes the same Arrow file in the staging directory; a forward batch is then one positioned read,
-whatever order the corpus had. It is made again at each start, which also checks that the corpus is still the same.
+Any source format becomes the same Arrow file in the staging directory, with one record batch per forward batch, so a
+forward batch is one positioned read whatever the order of the corpus. The file is made anew at each start, which also
+checks that the corpus is unchanged.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Inputs to samples: file formats, chat templates, completions written by the target itself."""
+"""Turn inputs into samples: file formats, chat templates, completions written by the target itself."""

@@ -1,12 +1,12 @@
-"""Completions written by the target itself, which is what a drafter must be trained on.
+"""Let the target write the completions that a drafter is trained on.
 
 Token ids are kept as they were generated: decoding and tokenizing again would give other ids for a few samples in a
 hundred. Prompts are taken in windows, sorted by length, decoded in left-padded batches, and written in the order of the
 input. In float32 on CPU a batch's greedy text is the teacher-forced argmax token for token; in bf16 a few tokens in a
 hundred differ, since batch and single forward round differently.
 
-Batches and their seeds follow from the prompts alone, and each batch that is done is kept beside the corpus to come: a
-run that was stopped, or killed, goes on with the next batch and ends with the same corpus.
+Batches and their seeds depend only on the prompts, and each finished batch is saved beside the future corpus. A run
+that was stopped or killed therefore resumes with the next batch and ends with the same corpus.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REASONS: dict[str, str] = {
 """Why ``generate`` rejects a row."""
 _WINDOW_BATCHES = 16
 _FULL_BATCH_TOKENS = 256
-"""Longest prompt with which a batch takes all of ``batch_size``."""
+"""Prompts up to this length are decoded in batches of the full ``batch_size``."""
 _OTHER_SETTINGS = {
     "bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens", "do_sample", "use_cache",
     "cache_implementation", "output_attentions", "output_hidden_states", "return_dict_in_generate",
@@ -65,7 +65,7 @@ class Sampling:
     """How tokens are chosen.
 
     Attributes:
-        max_new_tokens: Tokens of a completion at most.
+        max_new_tokens: Maximum number of tokens of a completion.
         temperature: 0 for greedy.
         top_p: Nucleus when sampling.
         seed: Seed of the sampling, per batch; 0 to 2**32 - 1.
@@ -83,7 +83,7 @@ class Prompt:
 
     Attributes:
         source: Name of its file.
-        row: Its place there.
+        row: Row number in that file.
         sample_id: The row's own id, or file name and row.
         ids: Token ids, ready to be continued.
         tag: The row's tag.
@@ -108,12 +108,12 @@ def generate_corpus(
     dtype: Dtype = "auto",
     device: str | None = None,
 ) -> CorpusReport:
-    """Let the target complete prompts and write the corpus, or finish one that was begun.
+    """Let the target complete prompts and write the corpus, or finish an interrupted run.
 
     Args:
         prompts: JSONL(.gz) or parquet files with ``prompt`` (text or messages), ``messages`` or ``turns`` (the first).
         target: Checkpoint directory.
-        out: Parquet corpus to write; until it is whole, what is done lies beside it, in ``*.batches.jsonl``.
+        out: Parquet corpus to write; until it is complete, finished batches are kept beside it in ``*.batches.jsonl``.
         sampling: How tokens are chosen.
         raw: Continue texts as they are, without the chat template.
         batch_size: Prompts decoded together.
@@ -146,7 +146,7 @@ def generate_corpus(
             _complete(decoder, ready, batches, journal, stop)
             for i, completion in _in_order(batches, journal.read()):
                 _write(writer, ready[i], completion, decoder.eos_ids)
-            if not writer.report.samples:  # nothing that another try with other settings could go on from
+            if not writer.report.samples:  # nothing worth keeping: another try may use other settings
                 journal.remove()
     journal_path(out).unlink(missing_ok=True)
     return writer.report
@@ -182,7 +182,7 @@ def _max_positions(target: Path) -> int:
 def _settings(
     ready: list[Prompt], target: Path, sampling: Sampling, batch_size: int, dtype: str, device: torch.device
 ) -> dict[str, Any]:
-    """Return what decides the completions, as a journal begins with it."""
+    """Return the settings that decide the completions: the first line of the journal."""
     prompts = hashlib.sha256()
     for prompt in ready:
         prompts.update(json.dumps(list(asdict(prompt).values())).encode())
@@ -208,7 +208,7 @@ def _complete(
     todo = range(journal.batches, len(batches))
     n_todo = sum(len(batches[k]) for k in todo)
     if n_todo < len(ready):
-        say(f"{len(ready) - n_todo} of them were completed before")
+        say(f"{len(ready) - n_todo} of them were completed in an earlier run")
     progress = Progress("generate", n_todo, "prompts")
     for k in todo:
         if stop:
@@ -219,7 +219,7 @@ def _complete(
 
 
 def _in_order(batches: list[list[int]], results: Iterable[list[list[int]]]) -> Iterator[tuple[int, list[int]]]:
-    """Yield number and completion of each prompt in the order of the input, holding back what comes too early."""
+    """Yield number and completion of each prompt in the order of the input, buffering those that finish early."""
     early: dict[int, list[int]] = {}
     following = 0
     for batch, completions in zip(batches, results, strict=True):
@@ -257,16 +257,16 @@ class _Decoder:
         self.eos_ids: set[int] = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
         self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(self.eos_ids), 0)
         choice: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature > 0:  # top_k 0: none, else transformers takes 50
+        if sampling.temperature > 0:  # top_k 0 turns it off; otherwise transformers uses 50
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         ignored = sorted(theirs.to_diff_dict().keys() - _OTHER_SETTINGS)
         if ignored:
-            say(f"{target.name}: tokens are chosen as asked for here; its generation config's {', '.join(ignored)} "
+            say(f"{target.name}: this command's sampling options apply; its generation config's {', '.join(ignored)} "
                 "have no effect")  # fmt: skip
         self._choice = transformers.GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, eos_token_id=eos, pad_token_id=self._pad_id, **choice
         )
-        # transformers fills what this one leaves open from the model's own
+        # transformers fills the fields left open here from the model's own generation config
         model.generation_config = self._choice
 
     def decode(self, number: int, prompts: list[list[int]]) -> list[list[int]]:
@@ -278,7 +278,7 @@ class _Decoder:
         ids = torch.tensor([[self._pad_id] * (width - len(p)) + p for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
         torch.manual_seed(self._seed * 1_000_003 + number)
-        # guarded as a build is: completions by wrong kernels would be learnt too
+        # guarded like a build: a drafter would also learn completions that wrong kernels computed
         with torch.inference_mode(), observe_kernels(self._model):
             out = self._model.generate(input_ids=ids, attention_mask=mask, generation_config=self._choice)
         return [self._cut(row) for row in out[:, width:].tolist()]
@@ -291,8 +291,8 @@ class _Decoder:
 def _batches(n_tokens: Sequence[int], batch_size: int) -> Iterator[list[int]]:
     """Cut prompts of these lengths into batches, longest first within a window of several batches.
 
-    A batch takes ``batch_size`` prompts, or fewer where padding to the longest costs more: one prompt of 2,561 tokens
-    among 64 of 100 would take 7.5 GB of keys and values on a 135M model, and minutes.
+    A batch takes ``batch_size`` prompts, or fewer where padding to the longest would cost too much: one prompt of 2,561
+    tokens among 64 of 100 would take 7.5 GB of keys and values on a 135M model, and minutes.
     """
     for window in range(0, len(n_tokens), batch_size * _WINDOW_BATCHES):
         numbers = range(window, min(window + batch_size * _WINDOW_BATCHES, len(n_tokens)))

@@ -1,11 +1,11 @@
-"""Already tokenized sources, streamed: parquet, JSONL and Arrow directories with ``input_ids`` and ``loss_mask``.
+"""Stream tokenized sources: parquet, JSONL and Arrow directories with ``input_ids`` and ``loss_mask``.
 
 ::
 
     path -> detect_format -> read_corpus -> CorpusRow, CorpusRow, ...  -> plan
 
-A row that cannot be read is a :class:`hscache.rows.CorpusRow` with a reason, never a gap: row numbers stay those of the
-file. A file that ends in the middle of a record keeps its good rows, and the last row says at which byte it broke off.
+A row that cannot be read becomes a :class:`hscache.rows.CorpusRow` with a reason, so that row numbers stay those of the
+file. A file that ends in the middle of a record gives its good rows; the last row says at which byte the file ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CORPUS_SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
     ]
 )
-"""The hscache corpus: what ``tokenize`` and ``generate`` write. ``finish_reason`` is null for given completions."""
+"""Columns that ``tokenize`` and ``generate`` write; ``finish_reason`` is null where the input had the completion."""
 
 
 def detect_format(path: Path) -> str:
@@ -92,14 +92,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
     """Stream a JSONL file, plain or gzipped.
 
     Yields:
-        Row number, the object (None when the line is none), and what was wrong.
+        Row number, the object (None when the line is not a JSON object), and what was wrong.
     """
     for row, (start, line, fault) in enumerate(_read_lines(path)):
         value: Any = None
         if not fault:
             try:
                 value = json.loads(line)
-                if b"\\ud" in line.lower():  # half of a surrogate pair is a str that no file and no digest can hold
+                if b"\\ud" in line.lower():  # a lone surrogate is a str that cannot be encoded as UTF-8
                     json.dumps(value, ensure_ascii=False).encode()
                 if not isinstance(value, dict):
                     fault = f"{type(value).__name__}, expected an object"
@@ -109,7 +109,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, bytes, str]]:
-    """Stream the lines that are not blank: offset, line, fault; of a broken .gz the last one is a fault alone."""
+    """Stream the lines that are not blank: offset, line, fault; in a broken .gz the last item has only a fault."""
     packed = path.suffix == ".gz"
     with gzip.open(path, "rb") if packed else open(path, "rb") as file:
         offset = 0
@@ -154,7 +154,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         with open(path, "rb") as file:
             begun = file.read(4) == b"PAR1"
         if begun:
-            what = f"{path}: a parquet file without a good footer, truncated or half written: {error}"
+            what = f"{path}: a parquet file without a valid footer, truncated or half written: {error}"
             raise InputError("corpus-truncated", what, hint="write it again: parquet cannot be read in part") from error
         raise InputError("corpus-format", f"{path}: not a parquet file: {error}") from error
 
@@ -168,11 +168,11 @@ def parquet_batches(path: Path, file: pq.ParquetFile, **options: Any) -> Iterato
     try:
         yield from map(_sound, file.iter_batches(**options))
     except (pa.ArrowException, OSError) as error:
-        raise InputError("corpus-truncated", f"{path}: damaged behind a good footer: {error}") from error
+        raise InputError("corpus-truncated", f"{path}: damaged data before a valid footer: {error}") from error
 
 
 def _sound(batch: pa.RecordBatch) -> pa.RecordBatch:
-    batch.validate(full=True)  # text that is not UTF-8, above all, which would be known when a row is taken
+    batch.validate(full=True)  # finds text that is not UTF-8, which would otherwise fail when a row is read
     return batch
 
 
@@ -187,7 +187,7 @@ def _arrow_batches(path: Path, kind: str) -> tuple[Iterable[pa.RecordBatch], lis
     try:
         loaded = datasets.load_from_disk(str(path))
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise InputError("corpus-truncated", f"{path}: no whole save_to_disk directory: {error}") from error
+        raise InputError("corpus-truncated", f"{path}: not a complete save_to_disk directory: {error}") from error
     if isinstance(loaded, datasets.DatasetDict):
         raise InputError(
             "corpus-format", f"{path}: holds the splits {list(loaded)}", hint="name one: --set corpus.path=DIR/SPLIT"
@@ -243,7 +243,7 @@ def _row(row: int, value: Mapping[str, Any], id_column: str | None) -> CorpusRow
         mask = _whole_numbers(value.get("loss_mask"), "loss_mask")
     except ValueError as error:
         return CorpusRow(row, name, tag=tag, reason="bad-row", detail=str(error))
-    # ids beyond int32 and masks beyond uint8 stay recognisable as wrong instead of wrapping around
+    # ids that exceed int32 and masks that exceed uint8 must stay recognisable as wrong, not wrap around
     ids32 = np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32)
     mask8 = np.where((mask < 0) | (mask > 1), 2, mask).astype(np.uint8)
     return CorpusRow(row, name, ids32, mask8, tag)

@@ -1,13 +1,14 @@
-"""Chats and prompt+completion rows to token ids with an exact, token-level loss mask.
+"""Turn chats and prompt+completion rows into token ids with an exact, token-level loss mask.
 
 A mask comes from one of two sources, never from searching for strings. Chat ``messages`` need a template that marks
 what the assistant wrote (``{% generation %}``); the tokenizer turns the marks into a mask. ``prompt`` + ``completion``
-rows are tokenized up to each boundary and as a whole; if what is before a boundary is not a prefix of the whole's
-tokens, the boundary lies inside a token and the row is rejected rather than masked approximately.
+rows are tokenized up to each boundary and as a whole. If the tokens up to a boundary are not a prefix of the whole
+row's tokens, the boundary lies inside a token, and the row is rejected rather than masked approximately.
 
-``prompt`` and ``completion`` are either texts, used as they are, or lists of messages, rendered by the chat template;
-then each assistant turn of the completion is supervised, from behind its generation prompt to its end token. What a
-template writes behind that token, such as ChatML's newline, the target never writes, and neither source supervises it.
+``prompt`` and ``completion`` are either texts, used as they are, or lists of messages, rendered by the chat template.
+With messages each assistant turn of the completion is supervised, from after its generation prompt to its end token.
+Text that a template writes after the end token, such as ChatML's newline, is never supervised, because the target never
+writes it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ REASONS: dict[str, str] = {
 
 
 class RowFault(Exception):
-    """A row gives no sample.
+    """A row cannot become a sample.
 
     Args:
         reason: A key of the command's ``REASONS``.
@@ -66,7 +67,7 @@ def tokenize_files(inputs: list[Path], target: Path, out: Path, *, chat_template
     tokenizer = load_tokenizer(target)
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
-        with suppress(RowFault):  # a template that cannot be compiled is known before the first row
+        with suppress(RowFault):  # reports a template that cannot be compiled before the first row
             render_chat(tokenizer, [{"role": "user", "content": "hello"}], tokenize=False)
     ends, names = _end_ids(tokenizer, target), file_names(inputs)
     with CorpusWriter(out) as writer:
@@ -87,7 +88,7 @@ def _read_template(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError("template-invalid", f"{path}: no text can be read: {error}", hint="a Jinja file") from error
+        raise InputError("template-invalid", f"{path}: cannot be read as text: {error}", hint="a Jinja file") from error
 
 
 def load_tokenizer(target: Path) -> Any:
@@ -97,17 +98,17 @@ def load_tokenizer(target: Path) -> Any:
         EnvironmentFault: ``target-missing``, also for a tokenizer without a vocabulary.
     """
     target = target.expanduser()
-    if not target.is_dir():  # transformers would take it for a hub id and ask the network, for a minute
+    if not target.is_dir():  # transformers would take it for a hub id and query the network for a minute
         raise EnvironmentFault("target-missing", f"{target}: no such target directory")
     import transformers
 
     hint = "copy the tokenizer's files (tokenizer.json, tokenizer_config.json) beside the weights"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(target))
-    except Exception as error:  # of a malformed tokenizer.json: KeyError, TypeError, and a bare Exception from Rust
+    except Exception as error:  # a malformed tokenizer.json raises KeyError, TypeError or a bare Exception from Rust
         what = f"{target}: no tokenizer can be loaded: {type(error).__name__}: {error}"
         raise EnvironmentFault("target-missing", what, hint=hint) from error
-    # without its files transformers makes an empty one for some families, which encodes every text to nothing
+    # for some families transformers replaces missing files by an empty tokenizer, which encodes every text to nothing
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
         what = f"{target}: the tokenizer has no vocabulary but {len(tokenizer)} added tokens"
         raise EnvironmentFault("target-missing", what, hint=hint)
@@ -148,9 +149,10 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
 
 
 def file_names(paths: Sequence[Path]) -> dict[Path, str]:
-    """Return for each file the name that its rows' ids begin with.
+    """Return for each file the prefix of its rows' ids.
 
-    That is the name without its suffix; of files that share it, as much of their paths as tells them apart.
+    The prefix is the file's name without its suffix; files of the same name get as many parent folders as make their
+    prefixes different.
     """
     names = {}
     for path in paths:
@@ -197,7 +199,7 @@ def _encode_texts(tokenizer: Any, prompt: str, completion: str, ends: set[int]) 
     if not completion:
         raise RowFault("empty-completion", "the completion is empty")
     ids = list(tokenizer(prompt + completion)["input_ids"])
-    # a completion that brings its end token along gets no second one
+    # a completion that already ends with an end token gets no second one
     if tokenizer.eos_token_id is not None and (not ids or ids[-1] not in ends):
         ids.append(tokenizer.eos_token_id)
     start = _boundary(list(tokenizer(prompt)["input_ids"]), ids)
@@ -245,14 +247,14 @@ def _encode_marked(tokenizer: Any, messages: Any, ends: set[int]) -> tuple[list[
         mask += [1] * (stop - first) + [0] * (first + n - stop)
         first += n
     if not any(mask[1:]):
-        raise RowFault("nothing-supervised", "the template marks no token; has the row an assistant turn?")
+        raise RowFault("nothing-supervised", "the template marks no token; does the row have an assistant turn?")
     return ids, mask
 
 
 def _boundary(before: list[int], whole: list[int]) -> int:
     """Return how many tokens of the whole row are before a boundary."""
     if not before:
-        raise RowFault("empty-prompt", "nothing is before the completion")
+        raise RowFault("empty-prompt", "nothing comes before the completion")
     if whole[: len(before)] != before:
         same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole))
         raise RowFault("unstable-boundary", f"prompt and whole row differ from token {same} of {len(before)}")
@@ -260,7 +262,7 @@ def _boundary(before: list[int], whole: list[int]) -> int:
 
 
 def _turn_end(ids: list[int], start: int, stop: int, ends: set[int]) -> int:
-    """Return where an assistant turn's mask ends: behind its last end token, at ``stop`` if it has none."""
+    """Return where an assistant turn's mask ends: after its last end token, or at ``stop`` without an end token."""
     return next((i + 1 for i in reversed(range(start, stop)) if ids[i] in ends), stop)
 
 
@@ -288,9 +290,9 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) 
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except jinja2.TemplateSyntaxError as error:
-        what = f"the chat template is not Jinja: line {error.lineno}: {error.message}"
+        what = f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
         raise InputError("template-invalid", what, hint="--chat-template FILE replaces it in tokenize") from error
-    except Exception as error:  # a template is somebody else's program: what it cannot take, it tells in any way
+    except Exception as error:  # a template is foreign code: it can raise any exception
         raise RowFault("template-refused", f"{type(error).__name__}: {error}") from error
 
 
@@ -332,7 +334,7 @@ def _content(tokenizer: Any, message: dict[str, Any]) -> str | None:
 
 
 def is_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
-    """Tell whether a value is a list of mappings with a role, and not empty."""
+    """Return whether a value is a list of mappings with a role, and not empty."""
     return (
         isinstance(value, list)
         and bool(value)

@@ -1,6 +1,6 @@
-"""Write a tokenized corpus: good rows to parquet, every other row with its reason beside it.
+"""Write a tokenized corpus: good rows to parquet, rejected rows with their reasons to a file beside it.
 
-What takes hours to make is kept in a :class:`Journal` until the corpus is whole.
+Completions take hours to generate, so they are kept in a :class:`Journal` until the corpus is complete.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CorpusReport:
 
 
 class CorpusWriter:
-    """Collects samples; the file appears under its name when all are in.
+    """Collect samples; the file appears under its name when all are written.
 
     Args:
         out: Parquet file to write.
@@ -76,9 +76,9 @@ class CorpusWriter:
     """
 
     def __init__(self, out: Path) -> None:
-        if out.suffix != ".parquet":  # a build knows a corpus by its suffix
+        if out.suffix != ".parquet":  # a build recognises a corpus by its suffix
             hint = f"--out {out.with_suffix('.parquet')}"
-            raise InputError("corpus-format", f"{out}: a corpus is written as .parquet alone", hint=hint)
+            raise InputError("corpus-format", f"{out}: a corpus can only be written as .parquet", hint=hint)
         if out.exists():
             raise ConflictError("corpus-exists", f"{out} exists", hint="remove it or choose another --out")
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ class CorpusWriter:
             self._flush()
 
     def reject(self, source: str, row: int, reason: str, detail: str) -> None:
-        """Record a row that gives no sample."""
+        """Record a rejected row."""
         self._rejects.append({"source": source, "row": row, "reason": reason, "detail": detail})
         self.report.rows += 1
         self.report.rejected[reason] = self.report.rejected.get(reason, 0) + 1
@@ -163,14 +163,14 @@ class CorpusWriter:
 
 
 class Journal:
-    """What an unfinished ``generate`` has done: a line for each batch, on the disk before the next batch begins.
+    """The finished batches of an unfinished ``generate``: one line each, on the disk before the next batch begins.
 
-    The first line says what the run was begun with. A line that was cut off by a kill, and whatever is behind it,
-    counts as not written. Use as a context manager; the file stays when the work stops, and :meth:`remove` ends it.
+    The first line holds the settings of the run. A line that was cut off by a kill, and everything after it, counts as
+    not written. Use as a context manager; the file stays when the work stops, and :meth:`remove` deletes it.
 
     Args:
         path: JSONL file; new, or left by a run with the same settings.
-        settings: What decides the completions; JSON-plain, without nesting.
+        settings: The settings that decide the completions; plain JSON, without nesting.
 
     Raises:
         ConflictError: ``corpus-begun`` when the file was begun with other settings, or another process writes it.
@@ -185,7 +185,7 @@ class Journal:
             except BlockingIOError:
                 raise ConflictError("corpus-begun", f"{path}: another process writes it") from None
             self.batches = self._open(dict(settings))
-            """Batches that are done."""
+            """Number of finished batches."""
         except BaseException:
             self._file.close()
             raise
@@ -203,7 +203,7 @@ class Journal:
                 yield json.loads(line)
 
     def remove(self) -> None:
-        """Remove the file: the corpus has all of it."""
+        """Remove the file, because the corpus now has all of it."""
         self._path.unlink()
 
     def __enter__(self) -> Journal:
@@ -234,7 +234,7 @@ class Journal:
     def _refuse_other(self, first: bytes, settings: dict[str, Any]) -> None:
         there = json.loads(first) if _is_json(first) else None
         if not isinstance(there, dict) or "generate" not in there:
-            what = f"{self._path} is not what an unfinished hscache generate left"
+            what = f"{self._path} was not written by hscache generate"
             raise ConflictError("corpus-begun", what, hint="move it away, or choose another --out")
         names = [name for name in {**there, **settings} if there.get(name) != settings.get(name)]
         if names:
@@ -242,7 +242,7 @@ class Journal:
             raise ConflictError(
                 "corpus-begun",
                 f"{self._path}: begun with other settings: {differing}",
-                hint=f"finish it as it was begun, or remove {self._path} to begin anew",
+                hint=f"finish it with the settings it was begun with, or remove {self._path} to start again",
             )
 
     def _write(self, text: str) -> None:

@@ -1,1 +1,1 @@
-"""Which kernels run, and proof of it."""
+"""Determine, force and record which kernels run."""

@@ -28,13 +28,13 @@ from hscache.kernels.observe import call, intercept
 from hscache.kernels.sites import OPS, Function, Site, classify, find_sites, source_hash
 
 CHUNK = 64
-"""Tokens of a chunk of the delta rule: faults of a kernel like to sit at its borders."""
+"""Tokens of a chunk of the delta rule: kernel faults often show at its borders."""
 _POSITIONS = ("first 4", "chunk border", "other")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What two healthy implementations may differ by; beyond is a fault."""
+    """The largest difference of two correct implementations; a larger one is a fault."""
 
     one_minus_cos_mean: float
     one_minus_cos_max: float
@@ -53,7 +53,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two sets of vectors are apart."""
+    """The distance between two sets of vectors."""
 
     vectors: int
     one_minus_cos_mean: float
@@ -68,7 +68,7 @@ class Distance:
         """Return how far rounding may move the norm ratio.
 
         Errors of relative size r, uncorrelated with the values, move the norm of n vectors by about r / sqrt(n); four
-        times that is allowed. Only the part of the distance that is no change of scale counts as such errors. Beside
+        times that is allowed. Only the part of the distance that is not a change of scale counts as such errors. Beside
         it, the scale of a lone vector hangs on the rounding of a single product (a delta rule over one token is
         (q.k) v), so that many vectors are needed to tell a wrong scale from that.
         """
@@ -76,7 +76,7 @@ class Distance:
         return (4.0 * sideways + limits.rel_frobenius) / math.sqrt(max(self.vectors, 1))
 
     def exceeds(self, limits: Limits) -> list[str]:
-        """Return the names of the measures beyond ``limits``; one that is no number is beyond any limit."""
+        """Return the names of the measures beyond ``limits``; NaN is beyond any limit."""
         measured = {
             "one_minus_cos_mean": self.one_minus_cos_mean,
             "one_minus_cos_max": self.one_minus_cos_max,

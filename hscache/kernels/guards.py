@@ -47,7 +47,7 @@ class PackageProbe:
     error: str | None
     """``Type: message`` of the import, in full; None when it works."""
     mend: str | None
-    """The command that mends it; None when nothing is to mend."""
+    """The command that fixes it; None when there is nothing to fix."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -239,7 +239,7 @@ def _import_error(op: str) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a package's complaints about the machine are not this command's output
             getattr(importlib.import_module(facts.module), op)
-    except Exception as error:  # anything at all may come out of a foreign import, and its text is what is wanted
+    except Exception as error:  # a foreign import can raise anything; its message is reported
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -130,7 +130,7 @@ def intercept(
         model: The model whose modules hold the sites.
         sites: What :func:`find_sites` returned, before any interception.
         route: Called with the site (of the layer that is running), positional and keyword arguments.
-        ran: Told of implementations that are not called through a site (inline conv, whole modules).
+        ran: Called with implementations that are not called through a site (inline conv, whole modules).
         inline: Layers whose conv runs inline, as transformers <= 5.14 does for a slot of None.
     """
     global _active
@@ -173,7 +173,7 @@ def call(site: Site, function: Function | None, args: tuple[Any, ...], kwargs: d
         return function(site.module, *args, **kwargs)
     if classify(function)[0] == "torch" and (kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None):
         # older wrappers drop these silently and mix the samples; a build never packs
-        raise AssertionError(f"{site.layer}: {site.op}: the torch reference does not keep packed samples apart")
+        raise AssertionError(f"{site.layer}: {site.op}: the torch reference does not separate packed samples")
     known = _parameters(function)
     return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
@@ -220,7 +220,7 @@ def _read_force(force: Force, sites: Sequence[Site]) -> dict[str, Choice]:
         if want not in _CHOICES:
             raise ConfigError("kernel-choice", f"kernels: {want!r} for {op}: expected one of {', '.join(_CHOICES)}")
         if op != "default" and op_name(op) not in OPS:
-            raise ConfigError("kernel-choice", f"kernels: {op} is no op; known: {', '.join(OPS)}")
+            raise ConfigError("kernel-choice", f"kernels: {op} is not a known op; known: {', '.join(OPS)}")
         named = here if op == "default" else {op}
         if want == "fla" and here and not any(OPS[name].package == "fla" for name in named if name in OPS):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What the records of kernels say together: is this one path, is it whole, and which one is it.
+"""Check whether kernel records form one complete path, and identify that path.
 
 A path is the implementation of every prefill op of every layer. A store must hold states of one path, so a build
 refuses findings of :func:`check_calls`, and a resumed build compares :func:`kernel_path_id`.
@@ -57,7 +57,7 @@ class KernelPath:
 def check_calls(records: Sequence[KernelRecord]) -> list[KernelFinding]:
     """Return what is wrong with the records of a finished capture: an empty list when nothing is.
 
-    Codes: ``kernel-unknown`` (a layer whose implementation cannot be told), ``layer-not-run``, ``op-not-run`` (the op
+    Codes: ``kernel-unknown`` (a layer whose implementation is unknown), ``layer-not-run``, ``op-not-run`` (the op
     ran in other layers of the same kind), ``two-implementations`` (in one layer), ``layers-disagree``,
     ``outside-layer`` (a call that no layer made).
     """
@@ -108,7 +108,7 @@ def describe_path(records: Sequence[KernelRecord]) -> KernelPath:
 
 
 def is_fallback(records: Sequence[KernelRecord], device: str) -> bool:
-    """Return whether torch references, or what nobody knows, run on a GPU in place of kernels that exist.
+    """Return whether torch or unknown implementations run on a GPU in place of kernels that exist.
 
     Args:
         records: Planned or observed records.
@@ -127,7 +127,7 @@ def kernel_path_id(
     """Return a digest (16 hex digits) that two machines share exactly when they compute by the same path.
 
     It covers the kind of device; for each prefill op of each layer: layer, op, implementation and source hash; fla's
-    run-time backends; and the versions of transformers, torch and of the packages behind those. Not call counts,
+    run-time backends; and the versions of transformers, torch and the packages that these use. Not call counts,
     wiring, decode or training ops, unused packages, or the local part of a version (``+cu130``), so that a plan and
     its capture, and a machine with and one without an unused package, agree. A dense model's digest is that of the
     device, transformers and torch alone.

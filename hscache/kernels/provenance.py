@@ -1,4 +1,4 @@
-"""What a shard was computed with: observed on the machine, JSON-plain, kept in every shard's record.
+"""Record what a shard was computed with: observed on the machine, as plain JSON, in every shard's record.
 
 Two parts. ``context`` does not change while a build runs: versions, hardware, switches, the load report, who asked.
 ``kernels`` is observed anew for each shard: which implementation each optional op of each layer ran, and how often.
@@ -80,7 +80,7 @@ def refuse_fallback(records: Sequence[KernelRecord], device: torch.device, targe
         raise EnvironmentFault(
             "kernel-fallback",
             f"on this GPU the target's kernels would be {describe_path(records)}",
-            hint=f"hscache doctor --target {target} says why; --allow-fallback goes on",
+            hint=f"hscache doctor --target {target} says why; --allow-fallback builds anyway",
         )
 
 

@@ -1,4 +1,4 @@
-"""Where a transformers model may run an optional kernel, and what is bound there.
+"""Find the places where a transformers model may run an optional kernel, and what is bound there.
 
 Linear-attention and state-space layers exist twice: as a readable torch reference inside transformers, and as kernels
 of other packages (fla, causal-conv1d, mamba-ssm, or kernels from the hub). Which one runs is decided by transformers
@@ -119,7 +119,7 @@ class Site:
     value: Any = field(repr=False, compare=False)
     """What ``holder[key]`` was when the site was found, before anything replaced it."""
     reference: Function | None = field(repr=False, compare=False)
-    """The torch implementation; None where it is inline code of the mixer or there is none."""
+    """The torch implementation; None where it is inline code of the mixer or does not exist."""
 
     def bound(self) -> Function | None:
         """Return the implementation that transformers chose."""

@@ -1,1 +1,1 @@
-"""The target: what its config says, loading, capture."""
+"""The target: facts from its config, loading, capture."""

@@ -1,15 +1,15 @@
-"""Run batches through the target and hand out what the store keeps, sample by sample.
+"""Run batches through the target and return the arrays that the store keeps, sample by sample.
 
 ::
 
     rows of one forward batch
       -> right-padded ids with an explicit mask, one forward pass, hooks on the tapped blocks
       -> valid rows of each tap, rounded to bf16, packed [N, L, H]; final state; top-k of supervised tokens
-      -> for a lossy codec: codes and scales in their place, and how far these are from the states
+      -> for a lossy codec: codes and scales instead of states, and the error of decoding them
       -> host copy on a side stream (CUDA), while the next batch runs
       -> per sample: arrays, or a reason
 
-Taps come from forward hooks, the only way to see the last block's output (HF replaces it by the post-norm state).
+Taps come from forward hooks, the only way to get the last block's output (HF replaces it by the post-norm state).
 Samples are never packed into one sequence: linear-attention state would leak from one into the next. No tensor of
 [all tokens, vocabulary] exists: the head runs on supervised rows only, a slice at a time.
 
@@ -37,12 +37,12 @@ from hscache.store.lossy import Scheme, decode, encode
 
 _HEAD_SLICE_ELEMENTS = 1 << 26  # 256 MiB of float32 logits at a time
 _STATE_ARRAYS = ("hidden_states", "final_state")
-_KL_ROWS = 32  # of a forward batch: the head costs as much as a layer or two, so not all
+_KL_ROWS = 32  # rows per forward batch; not all, since the head costs as much as a layer or two
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One sample with its arrays as the store keeps them, or the reason why there are none.
+    """One sample with its arrays as the store keeps them, or the reason why it was rejected.
 
     Attributes:
         row: The corpus row.
@@ -50,7 +50,7 @@ class Captured:
         stats: Row statistics of taps and final state; None when rejected.
         reason: Reason code, empty when the sample is good.
         detail: What was seen.
-        errors: What a lossy codec did to the states; None for the others.
+        errors: Errors that a lossy codec made in the states; None for other codecs.
     """
 
     row: CorpusRow
@@ -68,7 +68,7 @@ class Pending:
         rows: Its samples.
         taps: Tapped blocks, for messages.
         tensors: Results on the host, possibly still being written.
-        fault: Reason and detail that hold for the whole batch.
+        fault: Reason and detail that apply to the whole batch.
         event: Set when the copies are done; None on the CPU.
     """
 
@@ -86,7 +86,7 @@ class Pending:
         """Wait for the copies, check each sample, and yield it. Safe to call from another thread.
 
         Args:
-            check: Reject samples that fail the health battery; off where broken states are the thing to look at.
+            check: Reject samples that fail the health battery; turn it off to look at broken states.
         """
         if self._event is not None:
             self._event.synchronize()
@@ -126,7 +126,7 @@ class Pending:
 
 
 class Capturer:
-    """Runs forward batches of a loaded target.
+    """Run forward batches through a loaded target.
 
     Args:
         target: The target.
@@ -134,7 +134,7 @@ class Capturer:
         final_state: Keep the state after the final norm.
         topk: Log-probabilities per supervised token; 0 for none.
         dtype: Element type of captured states: bfloat16 for a store, float32 to compare states before rounding.
-        scheme: Lossy codec that encodes the states where they are, before they are copied; None for none.
+        scheme: Lossy codec that encodes the states on their device, before they are copied; None for no encoding.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class Capturer:
         self.oom_splits = 0
         """How often a batch was halved for lack of memory."""
         self.forwards = 0
-        """Forward passes that came to their end."""
+        """Number of finished forward passes."""
 
     def start(self, rows: list[CorpusRow], width: int | None = None) -> list[Pending]:
-        """Run one forward batch; halve it as long as it does not fit into memory.
+        """Run one forward batch; halve it until it fits into memory.
 
         The halves keep the batch's padded width: on CPU the states do not depend on how many samples share a batch, but
         their last bits depend on the width, so a machine with less memory writes the same store.
@@ -175,16 +175,16 @@ class Capturer:
             if not _out_of_memory(error):
                 raise
             message = str(error).splitlines()[0]
-        # here, not in the handler: the exception's frames hold the tensors that did not fit
+        # here, not in the handler, where the exception's frames still hold the tensors that did not fit
         if self._target.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(rows) == 1:
             if (width or 0) > longest:
-                return self.start(rows)  # rather without the padding than not at all
+                return self.start(rows)  # better without the padding than not at all
             return [Pending(rows, self._taps, {}, ("out-of-memory", message))]
         self.oom_splits += 1
         half = (len(rows) + 1) // 2
-        say(f"out of memory with {len(rows)} samples in a batch: going on with {half}")
+        say(f"out of memory with {len(rows)} samples in a batch: continuing with {half}")
         return self.start(rows[:half], width or longest) + self.start(rows[half:], width or longest)
 
     @torch.inference_mode()
@@ -226,7 +226,7 @@ class Capturer:
     def _hooks(
         self, states_NLH: torch.Tensor, valid_N: torch.Tensor, shape: tuple[int, ...]
     ) -> Iterator[dict[int, tuple[int, ...]]]:
-        """Let each tapped block write its valid rows into its column; yields block -> [B, S] that it returned."""
+        """Make each tapped block write its valid rows into its column; yields block -> [B, S] of its output."""
         seen: dict[int, tuple[int, ...]] = {}
 
         def hook(column: int, tap: int, output: Any) -> None:
@@ -271,7 +271,7 @@ class Capturer:
     def _encoded(
         self, results: dict[str, torch.Tensor], rows: list[CorpusRow], scheme: Scheme
     ) -> dict[str, torch.Tensor]:
-        """Return codes and scales in place of the states, and what decoding them gives wrong (:class:`RowErrors`)."""
+        """Return codes and scales in place of the states, and the errors of decoding them (:class:`RowErrors`)."""
         encoded: dict[str, torch.Tensor] = {}
         errors = []
         for name in (name for name in _STATE_ARRAYS if name in results):
@@ -309,14 +309,14 @@ class Capturer:
 
 
 def _stored(states: torch.Tensor) -> NDArray[Any]:
-    """Return states, codes or scales as the store has them: numpy has no bfloat16, and torch few uses for uint16."""
+    """Return states, codes or scales as stored: as uint16 in numpy, which has no bfloat16."""
     if states.dtype in (torch.bfloat16, torch.int16):
         return states.view(torch.int16).numpy().view(np.uint16)
     return states.numpy()
 
 
 def _before_supervised(rows: list[CorpusRow]) -> NDArray[np.int64]:
-    """Return, of all tokens of a batch, those before a supervised one."""
+    """Return the tokens of a batch that come right before a supervised token."""
     before, start = [], 0
     for row in rows:
         assert row.loss_mask is not None
@@ -331,5 +331,5 @@ def _ids(row: CorpusRow) -> NDArray[np.int32]:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Tell lack of memory from other errors; the CPU's allocator raises a plain RuntimeError."""
+    """Return whether an error means lack of memory; the CPU's allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -1,8 +1,8 @@
-"""What a target is, read from its directory without loading weights: shape, taps, and digests of its files.
+"""Read facts about a target from its directory without loading weights: shape, taps, and digests of its files.
 
-A plan needs the shape alone; a build also needs to know that the weights and the tokenizer are the ones of the store
-that it continues. Digests are sha256 of file contents; hashing 54 GB takes a minute or two, and ``fast`` replaces it by
-size and modification time.
+A plan needs only the shape; a build must also know that the weights and the tokenizer are those of the store that it
+continues. Digests are sha256 of file contents; hashing 54 GB takes a minute or two, and ``fast`` uses size and
+modification time instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def resolve_path(spec: TargetSpec, *, download: bool) -> Path | None:
 
     try:
         return Path(snapshot_download(spec.path, revision=spec.revision, local_files_only=not download))
-    except Exception as error:  # the hub client raises many kinds, network ones among them
+    except Exception as error:  # the hub client raises many kinds of errors, network errors among them
         if not download:
             return None
         raise EnvironmentFault(
@@ -130,10 +130,9 @@ def resolve_manifest(manifest: BuildManifest, *, download: bool) -> tuple[Resolv
 
 
 def resolve_taps(manifest: BuildManifest, shape: TargetShape) -> ResolvedManifest:
-    """Return the manifest with its taps as numbers and its shape filled in, if the target has what it asks for.
+    """Return the manifest with its taps as numbers and its shape filled in, checked against the target.
 
-    The default rule is ``round(linspace(1, L-3, 5))``. Most released drafters use other taps: theirs are in their
-    config.
+    The default rule is ``round(linspace(1, L-3, 5))``. Most released drafters use other taps, named in their config.
 
     Raises:
         ConfigError: ``taps-invalid``, ``manifest-value``.

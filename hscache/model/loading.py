@@ -1,12 +1,16 @@
-"""Load the target so that nothing about it is assumed: its weights, its backbone, its head, its norm.
+"""Load the target and check, rather than assume, its weights, backbone, head and norm.
 
-Silent faults are made loud here. A checkpoint that lacks a key leaves a *random* tensor with only a log line:
-missing and mismatched keys are an error. A weight of the language model that finds no place means that another model
-runs than the one that was trained: an error too; only draft layers (mtp) and other senses' towers may be left over. A
-model class whose logits are not simply ``lm_head(final_state)`` (soft capping, scaling) would make a store's
-``target/`` folder wrong: the relation is found by comparison on a short input, or the model is refused. And two things
-that families do differently are measured and recorded: the final norm scales by ``w`` or by ``1 + w``, and the rows of
-the embedding reach the first decoder block as they are or multiplied (Gemma, Granite, Falcon-H1, MiniCPM, ...).
+Faults that are silent elsewhere are errors here:
+
+- transformers fills a key that the checkpoint lacks with a *random* tensor and only logs it: missing and mismatched
+  keys are an error.
+- A weight of the language model that is not used means that another model runs than the one that was trained: an error.
+  Only draft layers (mtp) and the vision or audio parts of a model may be left over.
+- If a model's logits are not simply ``lm_head(final_state)`` (soft capping, scaling), a store's ``target/`` folder
+  would be wrong: the relation is found by comparison on a short input, or the model is refused.
+
+Two differences between model families are measured and recorded: the final norm scales by ``w`` or by ``1 + w``, and
+the rows of the embedding reach the first decoder block unchanged or multiplied (Gemma, Granite, Falcon-H1, MiniCPM).
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ _SCALES = (
     ("logit_scale", 1), ("logits_scaling", -1), ("logits_scaling", 1), ("lm_head_multiplier", 1),
     ("output_multiplier", 1),
 )  # fmt: skip
-"""Config fields that scale logits, and the power in which they do: Cohere, Granite, HyperCLOVA X, Falcon-H1, ..."""
+"""Config fields that scale logits, each with its exponent: Cohere, Granite, HyperCLOVA X, Falcon-H1, ..."""
 _SOFTCAPS = (("final_logit_softcapping", 1), ("logits_soft_cap", 1))
 _EMBED_SCALES = (("embedding_multiplier", 1), ("scale_emb", 1), ("hidden_size", 0.5))
 """Config fields that scale embeddings: Granite and Falcon-H1, MiniCPM, Gemma."""
@@ -64,21 +68,21 @@ class HeadRelation:
 
 @dataclass(frozen=True)
 class LoadedTarget:
-    """A target ready to capture from.
+    """A loaded target, ready for capture.
 
     Attributes:
         shape: Layers, width, vocabulary.
         model: The causal language model in eval mode, without gradients.
-        backbone: What turns ids into the final state.
+        backbone: The module that turns ids into the final state.
         layers: Its decoder blocks.
         norm: Its final norm.
         head: Output embedding, ``lm_head``.
         relation: How logits follow from the head.
         norm_kind: ``w``, ``1+w`` or ``other``.
-        embed_scale: The first decoder block reads the embedding's rows times this; None where it reads no multiple.
-        device: Where it lives.
-        dtype: Precision asked for.
-        report: Load report, JSON-plain: class, keys, parameter dtypes.
+        embed_scale: The first decoder block reads the embedding's rows times this; None if it reads something else.
+        device: Device of the model.
+        dtype: Requested precision.
+        report: Load report as plain JSON: class, keys, parameter dtypes.
     """
 
     shape: TargetShape
@@ -117,8 +121,8 @@ def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: t
     relation, embed_scale = _head_relation(model, head, final, logits), _embed_scale(model, ids, entered)
     if embed_scale is None:
         say(
-            f"{type(model).__name__}: the first block reads no multiple of the embedding's rows; "
-            "drafters of this target read the rows as they are"
+            f"{type(model).__name__}: the first block reads something other than a multiple of the embedding's rows; "
+            "drafters of this target read the rows unchanged"
         )
     report = {
         "class": type(model).__name__,
@@ -140,7 +144,7 @@ def load_target(spec: TargetSpec, shape: TargetShape, directory: Path, device: t
 def load_model(
     directory: Path, dtype: torch.dtype, attn_implementation: str | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a checkpoint whole: no weight is missing, of another shape or left over.
+    """Load a complete checkpoint: no weight is missing, left over or of another shape.
 
     Args:
         directory: Local checkpoint.
@@ -182,7 +186,7 @@ def _refuse_bad_keys(directory: Path, info: dict[str, Any], config: Any) -> None
     kinds = (
         (info["missing_keys"], "missing"),
         (info["mismatched_keys"], "of another shape"),
-        (unplaced, "without a place"),
+        (unplaced, "that the model does not use"),
     )
     for keys, what in kinds:
         names = sorted(_key_and_shapes(key) for key in keys)
@@ -203,7 +207,7 @@ def _refuse_bad_keys(directory: Path, info: dict[str, Any], config: Any) -> None
 
 
 def _may_be_left_over(key: str, config: Any) -> bool:
-    """Tell whether a weight that found no place belongs to draft layers or to another part than the language model."""
+    """Return whether an unused weight belongs to draft layers or to a part other than the language model."""
     layer = _LAYER.search(key)
     drafts = getattr(config, "num_nextn_predict_layers", None) or 0
     beyond = layer is not None and 0 <= int(layer[1]) - config.num_hidden_layers < drafts
@@ -242,8 +246,8 @@ def _probe(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Run a short input, [1, T], and return what the first block read, the final state, and the model's logits.
 
-    One forward gives all of it, on the reference path where there is a choice: kernels that transformers bound may not
-    run here, or may be wrong, which is not this probe's affair.
+    One forward pass gives all three. It takes the reference path where there is a choice, because the kernels that
+    transformers bound may not run here, or may be wrong; other checks find that.
     """
     entered: list[torch.Tensor | None] = []
     seen: list[torch.Tensor] = []
@@ -267,9 +271,9 @@ def _probe(
 def _embed_scale(model: nn.Module, ids: torch.Tensor, entered: torch.Tensor | None) -> float | None:
     """Return the factor between the embedding's rows of ids [1, T] and what the first block read of them.
 
-    The measured factor is exact but for rounding. Where the config has it, as it is or rounded to the embedding's type
-    as Gemma does, that number gives the target's own back bit by bit, and is taken. None where the rows are not simply
-    multiplied: normed, or with positions added.
+    The measured factor is exact except for rounding. If the config has that factor, as it is or rounded to the
+    embedding's type as in Gemma, the config's number is returned, since it reproduces the target's rows bit by bit.
+    None where the rows are not simply multiplied but, for example, normed or added to positions.
     """
     get_embedding: Any = model.get_input_embeddings
     rows = get_embedding().weight[ids]
@@ -287,7 +291,7 @@ def _embed_scale(model: nn.Module, ids: torch.Tensor, entered: torch.Tensor | No
 @torch.inference_mode()
 def _head_relation(model: nn.Module, head: nn.Module, final: torch.Tensor, logits: torch.Tensor) -> HeadRelation:
     """Find how the model's own logits, [1, T, V], follow from its head and the final state, [1, T, H]."""
-    # what target/ will be able to say: the head's weight alone, without a bias that it may have
+    # target/ stores only the head's weight, without a bias that the head may have
     weight: Any = head.weight
     plain = nn.functional.linear(final, weight)
     text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
@@ -307,7 +311,7 @@ def _head_relation(model: nn.Module, head: nn.Module, final: torch.Tensor, logit
 
 
 def _declared(config: Any, names: Sequence[tuple[str, float]]) -> list[float]:
-    """Return the numbers that a config gives for these fields, each to the power beside its name."""
+    """Return the numbers that a config gives for these fields, each raised to the power given with its name."""
     found = [(getattr(config, name, None), power) for name, power in names]
     return [float(value) ** power for value, power in found if isinstance(value, int | float) and value]
 

@@ -1,1 +1,1 @@
-"""The on-disk format: written and read here, and nowhere else. No torch at module level."""
+"""The on-disk format: only this package writes and reads it. No module here imports torch at module level."""

@@ -1,8 +1,9 @@
-"""Memory that samples are read into again and again.
+"""Reusable memory that samples are read into.
 
 The first write to fresh memory costs a page fault per 4 KiB, which makes reading 50 MB into new arrays twice to ten
 times as slow as into used ones. So a trainer makes its buffers once, as large as its longest sample, and each sample is
-a set of views of them. On a machine with CUDA they are page-locked, which copies to the device need to be asynchronous.
+a set of views of them. On a machine with CUDA they are page-locked, because only then are copies to the device
+asynchronous.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Buffers:
 
     Attributes:
         n_tokens: Longest range that it holds.
-        nbytes: Memory taken. Not pinned, a page is taken when it is first written to.
+        nbytes: Size of the memory. Unless pinned, a page is allocated when it is first written to.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Buffers:
         return self._arrays
 
     def check(self, n_tokens: int, n_taps: int) -> None:
-        """Refuse a range that does not fit.
+        """Check that a range fits.
 
         Raises:
             ValueError: Too many tokens, or another number of taps.
@@ -64,11 +65,11 @@ class Buffers:
 
 
 def page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return uninitialised memory that begins a page.
+    """Return uninitialised memory that begins at a page boundary.
 
-    The kernel copies out of its cache at a quarter to an eighth of the usual speed where the destination lies a few
-    bytes further into its page than the source into its own, which numpy's memory, 16 bytes into a page, does for the
-    first chunks of every file.
+    The kernel copies out of its cache at a quarter to an eighth of the usual speed when the destination's offset in its
+    page is a few bytes larger than the source's. numpy's memory begins 16 bytes into a page, so the first chunks of
+    every file would be copied that slowly.
     """
     n_bytes = math.prod(shape) * dtype.itemsize
     room = np.empty(n_bytes + _PAGE_BYTES, np.uint8)

@@ -1,4 +1,4 @@
-"""How the chunks of the state arrays are packed: ``raw``, ``lz4`` or ``zstd``.
+"""Packing of the state arrays' chunks: ``raw``, ``lz4`` or ``zstd``.
 
 Only bf16 arrays are worth packing; ids, masks and logits are a percent of a store and stay raw. The two compressed
 codecs are Zarr's own ``blosc`` (Zarr v3 codec registry), so zarr-python and tensorstore decode them unaided. Blosc's

@@ -1,7 +1,7 @@
 """Read token ranges of one array straight from its shard object, without zarr-python.
 
-Where chunks split only the row axis, the rows of a Zarr shard object lie in order, so that any range of rows is a few
-calls of ``preadv`` into the caller's memory; checksum and padding behind each chunk go aside::
+Where chunks split only the row axis, the rows of a Zarr shard object lie in order, so any range of rows can be read by
+a few calls of ``preadv`` into the caller's memory; the checksum and padding after each chunk are read into scratch::
 
     | chunk 0 rows ... |crc|0| chunk 1 rows ... |crc|0| ... | index: (offset, length) per chunk |crc|
               ^-- preadv ---^----- preadv --------^
@@ -9,8 +9,8 @@ calls of ``preadv`` into the caller's memory; checksum and padding behind each c
 Memory: a file costs its index, 16 bytes per chunk; a reading thread keeps a few chunks of scratch. Nothing is mapped: a
 mapped file counts as the process's memory, and one that is truncated under a reader kills it.
 
-Checksums are computed piece by piece right behind the copy, while the bytes are still in the cache: half the cost of a
-second pass. A chunk of which only a part is asked for is read whole for that.
+Checksums are computed piece by piece right after the copy, while the bytes are still in the cache: half the cost of a
+second pass. A chunk is read whole for its checksum, even when only a part of it is asked for.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _MISSING = 2**64 - 1
 _BYTE = np.dtype(np.uint8)
 _THREAD = threading.local()
 _BLOSC_NBYTES = slice(4, 8)  # of a blosc 1 header: the size of what is packed
-# Checksummed reads go in batches of this size: few enough bytes to be in the cache still, enough for a call.
+# Checksummed reads go in batches of this size: small enough to stay in the cache, large enough to be worth a call.
 _BATCH_BYTES = 1 << 20
-# The first call of a range asks for so little, each further one for so many times more: Linux gives the pages that it
-# reads ahead in larger and larger folios from call to call, and begins with single pages, however much is asked for.
-# One call for all leaves small ones: a third more time to read from the disk, up to twice from its cache.
+# The first call of a range reads only this much, and each further call this many times more: Linux reads ahead in
+# folios that grow from call to call and begin with single pages, however much is asked for. One call for the whole
+# range leaves small folios: reading takes a third more time from the disk, and up to twice the time from its cache.
 _FIRST_BYTES, _GROWTH = 16 << 10, 4
-# Chunks no further apart than this are read in one call, what lies between going aside.
+# Chunks with a gap of at most this size are read in one call; the bytes between them are discarded.
 _MAX_GAP_BYTES = 4096
-# A call per row costs as much as copying this many bytes; leaving out fewer is no gain.
+# A call per row costs as much as copying this many bytes; skipping fewer gains nothing.
 _SKIP_BYTES = 16 << 10
-# Takes what lies between; nobody reads it, so that all threads may share it.
+# Receives the discarded bytes; nothing reads it, so all threads may share it.
 _ASIDE = memoryview(bytearray(_MAX_GAP_BYTES))
 
 
@@ -80,7 +80,7 @@ def read_layout(directory: Path, spec: ArraySpec) -> Layout | None:
         spec: What the store's manifest says of the array.
 
     Returns:
-        None for an array that is valid Zarr, but not of the kind that is read here.
+        None for an array that is valid Zarr, but not of the layout that this module reads.
     """
     try:
         metadata = json.loads((directory / "zarr.json").read_bytes())
@@ -114,7 +114,7 @@ def read_layout(directory: Path, spec: ArraySpec) -> Layout | None:
 
 _Memory = memoryview | NDArray[np.uint8]
 _Chunk = tuple[int, list[NDArray[np.uint8]], NDArray[np.uint8]]
-"""Number of a chunk, the memory that takes its bytes in order, and that of the checksum and padding behind it."""
+"""Number of a chunk, the memory for its bytes in order, and the memory for the checksum and padding after it."""
 
 
 class ArrayFile:
@@ -153,7 +153,7 @@ class ArrayFile:
         self._offsets, self._lengths = self._read_index()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # bound above, since at the interpreter's end there is no os any more
+        # os.close is bound above, since the os module may be gone when the interpreter exits
         if self._fd >= 0:
             close(self._fd)
             self._fd = -1
@@ -172,10 +172,10 @@ class ArrayFile:
 
         Args:
             start: First row.
-            stop: Row behind the last one.
+            stop: Row after the last one.
             out: C-contiguous, of the array's element type: [stop - start, *inner], or [stop - start, len(columns),
                 ...] where columns are picked.
-            columns: Positions on the axis behind the rows, in any order; None for all.
+            columns: Positions on the axis after the row axis, in any order; None for all.
             crc: Compare every chunk touched with its checksum. Packed chunks are compared in any case.
             pool: Threads that unpack packed chunks; None for this thread alone.
 
@@ -252,12 +252,12 @@ class ArrayFile:
             body = [flat[done : done + n_bytes]]
             done += n_bytes
             if n_bytes < chunk_bytes:
-                # what is not asked for goes aside, for the sake of the checksum
+                # rows that were not asked for are read into scratch, because the checksum covers them
                 aside = _scratch("head" if before else "tail", chunk_bytes - n_bytes)
                 body = [part for part in (aside[:before], body[0], aside[before:]) if part.size]
             at = offsets[chunk]
             gap = offsets[chunk + 1] - at - chunk_bytes if chunk < last_chunk else CRC_BYTES
-            # with the padding behind it, if it is no more than that
+            # together with the padding after it, if only padding follows
             trailer = np.empty(gap if CRC_BYTES <= gap <= _MAX_GAP_BYTES else CRC_BYTES, np.uint8)
             if chunk_bytes > _BATCH_BYTES:
                 limit = self._read_large(chunk, body, trailer, limit)
@@ -281,7 +281,7 @@ class ArrayFile:
             self._compare(chunk, crc, trailer[:CRC_BYTES].tobytes())
 
     def _read_large(self, chunk: int, body: list[NDArray[np.uint8]], trailer: NDArray[np.uint8], limit: int) -> int:
-        """Read a chunk in pieces, the checksum right behind each, while it is in the cache.
+        """Read a chunk in pieces and update the checksum right after each, while it is in the cache.
 
         Returns:
             The size of the next piece, when the first one's was ``limit``.
@@ -305,7 +305,7 @@ class ArrayFile:
         if crc or not ascending or self._spec.row_bytes - (high - low) * cell < _SKIP_BYTES:
             self._select(start, stop, out, columns, crc=crc)
             return
-        # a call per row, from the first column to the last one asked for; what lies between goes aside
+        # a call per row, from the first column to the last one asked for; the bytes between are discarded
         row_bytes, chunk_rows, flat = self._spec.row_bytes, self.layout.chunk_rows, out.data.cast("B")
         gap = memoryview(bytearray(row_bytes))
         pieces: list[tuple[int, int]] = []  # bytes to skip, bytes to take
@@ -354,7 +354,7 @@ class ArrayFile:
             for chunk in chunks:
                 decode(chunk)
             return
-        # all are waited for, whatever one of them raises: none may write into the caller's memory afterwards
+        # wait for all of them even if one raises: none may write into the caller's memory afterwards
         futures = [pool.submit(decode, chunk) for chunk in chunks]
         errors = [future.exception() for future in futures]
         for error in errors:
@@ -368,7 +368,7 @@ class ArrayFile:
         packed = _scratch("packed", self._lengths[chunk])
         self._preadv([packed.data], self._offsets[chunk])
         data, crc = packed[:-CRC_BYTES], packed[-CRC_BYTES:].tobytes()
-        # in any case, and first: a decoder is not the place to meet damaged bytes
+        # always, and before decoding: a decoder must never see damaged bytes
         self._compare(chunk, crc32c(data), crc)
         unpacked_bytes = int.from_bytes(data[_BLOSC_NBYTES].tobytes(), "little")
         if unpacked_bytes != self.chunk_bytes:
@@ -413,7 +413,7 @@ class ArrayFile:
 
 
 def _scratch(use: str, n_bytes: int) -> NDArray[np.uint8]:
-    """Return memory of this thread's own, the same again for the same use: fresh pages cost more than reading."""
+    """Return this thread's scratch memory, reused for the same use: fresh pages cost more than reading."""
     room: NDArray[np.uint8] | None = getattr(_THREAD, use, None)
     if room is None or room.size < n_bytes:
         room = page_aligned((n_bytes,), _BYTE)

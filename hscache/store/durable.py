@@ -1,8 +1,8 @@
-"""Files that survive a kill and a power cut: written aside, synced, renamed.
+"""Write files that survive a kill and a power cut: write to staging, sync, rename.
 
 A rename is atomic within one file system, so work in progress lives in ``STORE/staging/`` beside its destination. Each
-process works in a directory of its own there and holds a lock on it; the kernel drops the lock with the process, kill
--9 included, so what a dead process left can be told from what a living one is writing.
+process works in its own directory there and holds a lock on it. The kernel releases the lock when the process ends,
+kill -9 included, so the files of a dead process can be distinguished from those that a live one is writing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from types import TracebackType
 from hscache.errors import EnvironmentFault
 
 _LOCK_SUFFIX = ".lock"
-_AGAIN = "run the same command again: it goes on where it stopped"
+_AGAIN = "run the same command again: it resumes where it stopped"
 
 
 @contextmanager
 def disk_errors(root: Path) -> Iterator[None]:
-    """Turn the file system's refusals inside the block into errors that say how to go on.
+    """Turn file system errors inside the block into errors that say how to resume.
 
     Args:
         root: The store being written.
@@ -42,7 +42,7 @@ def disk_errors(root: Path) -> Iterator[None]:
         what = f"{root}: {os.strerror(error.errno)}{where}; what is committed is whole"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise EnvironmentFault("disk-full", what, hint=f"make room and {_AGAIN}") from error
-        raise EnvironmentFault("disk-error", what, hint=f"mend it and {_AGAIN}") from error
+        raise EnvironmentFault("disk-error", what, hint=f"fix it and {_AGAIN}") from error
 
 
 def fsync_directory(path: Path) -> None:
@@ -73,7 +73,7 @@ def copy_file(source: Path, destination: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes, staging: Path) -> None:
-    """Write ``data`` to ``path`` so that a reader sees the old file, or the new one, whole."""
+    """Write ``data`` to ``path`` so that a reader sees either the complete old file or the complete new one."""
     temporary = staging / f"{path.name}.{uuid.uuid4().hex}"
     write_file(temporary, data)
     temporary.replace(path)
@@ -85,7 +85,7 @@ def publish_directory(source: Path, destination: Path) -> bool:
 
     Args:
         source: Directory below the store's ``staging/``; its files are synced already.
-        destination: Final path, on the same file system; its parent is made if it is not there.
+        destination: Final path, on the same file system; its parent is made if missing.
 
     Returns:
         False when ``destination`` exists already (another process was first); ``source`` is then removed.
@@ -106,9 +106,9 @@ def publish_directory(source: Path, destination: Path) -> bool:
 
 
 class Staging:
-    """This process's directory below ``STORE/staging/``; whatever dead processes left there is swept.
+    """This process's directory below ``STORE/staging/``; directories that dead processes left there are removed.
 
-    Use as a context manager: the directory is removed on the way out, whatever happened inside.
+    Use as a context manager: the directory is removed at the end, also after an exception.
     """
 
     def __init__(self, root: Path) -> None:
@@ -116,7 +116,7 @@ class Staging:
         self._sweep(root)
         name = uuid.uuid4().hex
         self._lock_path = root / (name + _LOCK_SUFFIX)
-        # the lock is taken before the directory exists, so that no sweep can meet the directory unlocked
+        # the lock is taken before the directory exists, so that no sweep can find the directory unlocked
         self._lock = _create_locked(self._lock_path)
         self.path = root / name
         self.path.mkdir()
@@ -128,7 +128,7 @@ class Staging:
             if name.endswith(_LOCK_SUFFIX):
                 Staging._sweep_if_dead(entry, root / name.removesuffix(_LOCK_SUFFIX))
             elif name + _LOCK_SUFFIX not in entries and not (root / (name + _LOCK_SUFFIX)).exists():
-                _remove(entry)  # no lock: nobody's, since a living process made its lock first
+                _remove(entry)  # no lock file: its owner is dead, since a live process makes its lock first
 
     @staticmethod
     def _sweep_if_dead(lock_path: Path, directory: Path) -> None:
@@ -139,7 +139,7 @@ class Staging:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return  # its owner lives
+            return  # its owner is alive
         else:
             _remove(directory)
             lock_path.unlink(missing_ok=True)
@@ -158,7 +158,7 @@ class Staging:
 
 
 def _create_locked(path: Path) -> int:
-    """Create a file and lock it; again if a sweep took the file between the two."""
+    """Create a file and lock it; retry if a sweep removed the file between the two."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -172,6 +172,6 @@ def _create_locked(path: Path) -> int:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)  # two sweepers may meet
+        shutil.rmtree(path, ignore_errors=True)  # another process may be sweeping too
     else:
         path.unlink(missing_ok=True)

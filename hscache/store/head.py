@@ -1,4 +1,4 @@
-"""``STORE/target/``: all of the target that a trainer needs, so that it never opens the checkpoint.
+"""``STORE/target/``: the parts of the target that a trainer needs, so that it never opens the checkpoint.
 
 ::
 
@@ -8,9 +8,9 @@
                          these files
       config.json, tokenizer files
 
-The weights are those that ran, in bf16 where that holds them exactly: a bf16 checkpoint run in float32 is stored as
-bf16 again. But an embedding that the target multiplies (``embed_scale``) keeps the type in which it ran, so that rows
-times scale, computed in that type, round as the target's did.
+The weights are the ones that ran, stored as bf16 where bf16 holds them exactly: a bf16 checkpoint run in float32 is
+stored as bf16 again. But an embedding that the target multiplies (``embed_scale``) keeps the type in which it ran, so
+that rows times scale, computed in that type, round as they did in the target.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class TargetHead:
 
     @property
     def embed_scale(self) -> float:
-        """What the target multiplies rows of ``embed`` with before its first block.
+        """The factor by which the target multiplies rows of ``embed`` before its first block.
 
-        One where it does not multiply, where it does something else than multiply, and in stores that do not say.
+        It is 1 where the target does not multiply them, does something other than multiply, or the store records none.
         """
         return float(self.facts.get("embed_scale") or 1.0)
 
@@ -66,7 +66,7 @@ class TargetHead:
 
         scale, softcap = float(self.facts["head"]["scale"]), self.facts["head"]["softcap"]
         logits = torch.nn.functional.linear(final_state.float(), self.lm_head.float()) * scale
-        # as a float: JSON's whole numbers may be larger than torch's
+        # as a float: a whole number in JSON may be too large for a torch integer
         return logits if softcap is None else torch.tanh(logits / float(softcap)) * float(softcap)
 
 
@@ -112,7 +112,7 @@ def check_target(directory: Path, *, full: bool) -> dict[str, Any]:
 
     Args:
         directory: ``STORE/target``.
-        full: Compare contents, not sizes alone.
+        full: Compare contents, not only sizes.
 
     Raises:
         IntegrityError: ``store-damaged``, naming the file.
@@ -145,7 +145,7 @@ def _check_file(path: Path, entry: dict[str, Any], *, full: bool) -> None:
 
 
 def load_head(directory: Path) -> TargetHead:
-    """Load embedding, head and norm, compared with their digest.
+    """Load embedding, head and norm, checked against their digest.
 
     Args:
         directory: ``STORE/target``.
@@ -160,7 +160,7 @@ def load_head(directory: Path) -> TargetHead:
     path = directory / _HEAD_FILE
     if _HEAD_FILE not in facts["files"]:
         raise _damaged(path, "not in the record")
-    # a wrong weight would pass into every loss and every figure
+    # a wrong weight would affect every loss and every reported number
     _check_file(path, facts["files"][_HEAD_FILE], full=True)
     try:
         tensors = load_file(path)
@@ -192,5 +192,5 @@ def _entry(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, what: str) -> IntegrityError:
     return IntegrityError(
-        "store-damaged", f"target/{path.name}: {what}", hint="hscache build makes it again when it is gone"
+        "store-damaged", f"target/{path.name}: {what}", hint="remove target/, then hscache build writes it again"
     )

@@ -1,7 +1,7 @@
-"""Where each sample lies: derived from the shards, never the truth itself.
+"""The index of where each sample lies, derived from the shards.
 
-A shard's own ``zarr.json`` is the record of what it holds. ``finalize`` gathers those records into ``index.parquet`` so
-that opening a store of thousands of shards reads one file.
+A shard's own ``zarr.json`` is the authoritative record of its content. ``finalize`` gathers those records into
+``index.parquet``, so that opening a store of thousands of shards reads one file.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
         version = document["format_version"]
         sealed = {key: value for key, value in document.items() if key != "digest"}
         whole = canonical_json({**sealed, "digest": json_digest(sealed)}) == text
-        # the fields of another version are not known here
+        # this version does not know the fields of another one
         if version == FORMAT_VERSION:
             check_manifest(document)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -90,7 +90,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, f"not readable as a manifest: {error}") from error
     if type(version) is not int or version < 1:
-        raise _damaged(path, "not readable as a manifest: format_version is none")
+        raise _damaged(path, "not readable as a manifest: format_version is not a whole number")
     if version > FORMAT_VERSION:
         raise FormatError(
             "format-version",
@@ -107,7 +107,7 @@ def read_shard(path: Path, *, whole: bool = False) -> dict[str, Any]:
 
     Args:
         path: ``STORE/shards/NNNNN.zarr``.
-        whole: Ask for its origin (provenance, health) too, not for what reading needs alone.
+        whole: Also check its origin (provenance, health), not only the fields that reading needs.
 
     Returns:
         The ``hscache`` attributes: sample table, files, digests, provenance, health.
@@ -201,13 +201,13 @@ def _require_planned(root: Path, index: pa.Table) -> None:
         has, wanted = (sum(s == shard for _, s in pair) for pair in reversed(pairs))
         raise IntegrityError(
             "store-damaged",
-            f"{shard_name(shard)} has {has} samples, not the {wanted} that were planned",
-            hint=f"hscache repair {root} builds it again",
+            f"{shard_name(shard)} has {has} samples, {wanted} were planned",
+            hint=f"hscache repair {root} rebuilds it",
         )
 
 
 def table_digest(table: pa.Table) -> str:
-    """Return the digest of a table's values, whatever file holds them."""
+    """Return the digest of a table's values, independent of how a file encodes them."""
     return json_digest({name: table[name].to_pylist() for name in table.schema.names})
 
 
@@ -222,7 +222,7 @@ def load_index(root: Path) -> pa.Table:
 
 
 def _read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
-    """Read a table of this schema; damaged bytes make Arrow raise errors of many kinds."""
+    """Read a table of this schema; damaged bytes make Arrow raise many kinds of errors."""
     try:
         table = read_sealed(path.read_bytes())
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:

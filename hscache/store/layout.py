@@ -18,19 +18,19 @@
       index.parquet            derived from the shards: where each sample lies, its digest and status
       staging/                 work in progress
 
-The two parquet files carry a digest of their own bytes (:mod:`hscache.store.sealed`); files without one, from before
-there were seals, are read as well.
+The two parquet files carry a digest of their own bytes (:mod:`hscache.store.sealed`); older files without one are read
+as well.
 
 The token axis is flat and unpadded; a sample is a row range. A *supervised* token is one with ``loss_mask`` 1 and a
 predecessor (position 0 has no state that could predict it); row r of the logit arrays is the distribution that
 predicted the r-th supervised token, computed at the position before it.
 
 With the lossy codecs a state array holds codes, uint8 ``[T, L, W]``, and ``hidden_states_scales`` or
-``final_state_scales`` what turns them into states; their attribute ``codec`` has all that decoding needs
-(:mod:`hscache.store.lossy`).
+``final_state_scales`` holds the scales that turn codes into states; the attribute ``codec`` of both says how to decode
+them (:mod:`hscache.store.lossy`).
 
-Every array has fill value NaN (or an impossible id or code), because a missing chunk reads back as fill value, without
-an error, in every Zarr reader.
+The fill value of every array is NaN (or an impossible id or code), because every Zarr reader returns the fill value for
+a missing chunk, without an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CRC_BYTES = 4
 CHUNK_ALIGN_BYTES = 64
 """Every chunk begins at a multiple of this in its file. Without it, each chunk's checksum would shift the next one by
 four bytes, and the kernel copies to and from unaligned addresses at two thirds of the speed. Zarr's shard index gives
-offsets, so that every reader steps over the bytes between."""
+offsets, so every reader skips the padding."""
 _INDEX_ENTRY_BYTES = 16
 _SMALL_CHUNK_ROWS = 4096
 _LOGIT_CHUNK_ROWS = 256
@@ -68,14 +68,14 @@ class ArraySpec:
     Attributes:
         name: Directory name inside the group.
         dtype: Stored element type.
-        inner: Shape behind the row axis.
+        inner: Shape after the row axis.
         axis: ``tokens``: a row per token; ``loss``: a row per supervised token.
         chunk_rows: Rows of one inner chunk.
         fill: Zarr ``fill_value`` as metadata JSON holds it.
         logical_dtype: ``bfloat16`` where the stored integers are bf16 bits; ``int8``, ``int4`` and ``scales`` where the
-            attribute ``codec`` says what they are.
+            attribute ``codec`` defines their meaning.
         packed: Whether the store's codec applies as a Zarr codec; small arrays and lossy codes stay raw.
-        scheme: How the states are encoded, of an array of codes and of its scales; None for plain values.
+        scheme: For an array of codes or scales, how the states are encoded; None for plain values.
     """
 
     name: str
@@ -95,7 +95,7 @@ class ArraySpec:
 
     @cached_property
     def by_tap(self) -> bool:
-        """Whether the axis behind the rows is that of the taps."""
+        """Whether the axis after the rows is the tap axis."""
         return self.name.startswith("hidden_states")
 
     @property
@@ -117,7 +117,7 @@ class ArraySpec:
 
 
 def padding_bytes(size: int) -> int:
-    """Return how many zeros follow a chunk and its checksum, which together have ``size`` bytes."""
+    """Return how many zero bytes follow a chunk and its checksum, which together have ``size`` bytes."""
     return -size % CHUNK_ALIGN_BYTES
 
 
@@ -157,7 +157,7 @@ def array_specs(
 
 
 def scales_name(name: str) -> str:
-    """Return the name of the array beside the codes of ``hidden_states`` or ``final_state``."""
+    """Return the name of the array of scales for ``hidden_states`` or ``final_state``."""
     return f"{name}_scales"
 
 
@@ -215,7 +215,7 @@ def shard_name(shard: int) -> str:
 
 
 def damaged(path: Path, what: str) -> IntegrityError:
-    """Return the error for a committed shard that is not what it should be.
+    """Return the error for a damaged committed shard.
 
     Args:
         path: ``STORE/shards/NNNNN.zarr``, or an array or file of it.
@@ -227,7 +227,7 @@ def damaged(path: Path, what: str) -> IntegrityError:
 
 
 def canonical_json(value: object) -> bytes:
-    """Return the one JSON text of a value: sorted keys, no spaces, so that equal values have equal bytes."""
+    """Return the canonical JSON text of a value: sorted keys, no spaces, so that equal values have equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -238,13 +238,13 @@ def json_digest(value: object) -> str:
 
 @dataclass(frozen=True)
 class StorePaths:
-    """Where the parts of a store lie."""
+    """Paths of the parts of a store."""
 
     root: Path
 
     @property
     def manifest(self) -> Path:
-        """Resolved manifest, first file of a store."""
+        """Resolved manifest, the first file of a store."""
         return self.root / "manifest.json"
 
     @property
@@ -269,7 +269,7 @@ class StorePaths:
 
     @property
     def target(self) -> Path:
-        """What a trainer needs of the target."""
+        """The parts of the target that a trainer needs."""
         return self.root / "target"
 
     def shard(self, shard: int) -> Path:

@@ -42,26 +42,26 @@ if TYPE_CHECKING:
 NAMES = ("int8", "int4")
 VERSION = 1
 WORST_COSINE = {"int8": 0.9995, "int4": 0.97}
-"""What a codec promises: the cosine of every decoded state with the true one. ``verify`` holds the record to it."""
+"""The least cosine of a decoded state with the true one that a codec promises; ``verify`` checks records against it."""
 _BITS = {"int8": 8, "int4": 4}
 _BLOCK = 64
 _CHANNELS_PER_KEPT = {"int8": 128, "int4": 256}  # int8 stays 1.93 times smaller than bf16, int4 3.82 times
 _CLIPS = {"int8": (1.0,), "int4": (1.0, 0.85, 0.7)}
 _SIGNS = "753225895a4f7c5f"  # the first bytes of sha256("hscache rotation 1")
 _SMALLEST_STEP = 2.0**-126
-_MAX_HIDDEN = 1 << 15  # below the fill value of the scales, so that a missing channel number is none
-# float32 elements worked on at a time: what a core's cache holds; what keeps a GPU busy
+_MAX_HIDDEN = 1 << 15  # below the fill value of the scales, so that a missing channel number is never a valid one
+# float32 elements processed at a time: as many as fit a core's cache; as many as keep a GPU busy
 _TILE = {"cpu": 1 << 19}
 _TILE_DEVICE = 1 << 24
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """All that decoding needs to know.
+    """The parameters of decoding.
 
     Attributes:
         name: ``int8`` or ``int4``.
-        bits: Of a code.
+        bits: Bits of a code.
         hidden_size: H.
         block: Channels rotated together: the largest power of two up to 64 that divides H.
         kept: Elements of a state vector that are stored exactly.
@@ -151,7 +151,7 @@ def encode(states: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return the states that codes stand for, on the device where these are; the same bits everywhere.
+    """Decode states, on the device of the codes; every device gives the same bits.
 
     Args:
         codes: uint8 [..., code_bytes].
@@ -159,7 +159,7 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.T
         scheme: From :func:`scheme`.
 
     Returns:
-        bfloat16 [..., H]; NaN in rows of which something is missing.
+        bfloat16 [..., H]; NaN in rows of which codes or scales are missing.
     """
     import torch
 
@@ -174,8 +174,8 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.T
         missing = (positive.amin(-1, keepdim=True) == 0) | ((channels < 0) | (channels >= width)).any(-1, keepdim=True)
         numbers = positive.float().sub_(scheme.largest + 1)
         if scheme.block > 1:
-            # whole numbers below 2^24 from factors that bf16 holds: exact in any order, and as TF32; autocast alone,
-            # which a trainer may be in, would round the sums
+            # whole numbers below 2^24 from factors that bf16 holds: exact in any order, and in TF32. Only autocast,
+            # which a trainer may have on, would round the sums
             with torch.autocast(codes.device.type, enabled=False):
                 numbers = (numbers.view(-1, scheme.block) @ rotation).view(-1, width)
         out[part] = numbers.mul_(step.masked_fill_(missing, torch.nan))
@@ -212,9 +212,10 @@ def encode_bits(states: NDArray[np.uint16], scheme: Scheme) -> tuple[NDArray[np.
 
 
 def _rotate(x: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Return float32 [n, H], each block times signs and Hadamard matrix: sqrt(block) times as long.
+    """Return float32 [n, H]: each block times signs and Hadamard matrix, which makes it sqrt(block) times as long.
 
-    Sums and differences of pairs, in a fixed order: a matrix product's last bits would depend on the batch.
+    Computes sums and differences of pairs in a fixed order, since a matrix product's last bits would depend on the
+    batch.
     """
     import torch
 
@@ -241,7 +242,7 @@ def _round(y: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]
     best: tuple[torch.Tensor, torch.Tensor] | None = None
     least = top
     for clip in _CLIPS[scheme.name]:
-        # upwards, so that without a clip nothing is clipped
+        # rounded up, so that nothing is clipped unless a clip is wanted
         step = _bf16_above((top * (clip / (scheme.largest * scheme.block))).clamp_min(_SMALLEST_STEP))
         scaled = step * scheme.block
         numbers = (y / scaled).round_().clamp_(-scheme.largest, scheme.largest)
@@ -266,7 +267,7 @@ def _bf16_above(positive: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix(scheme: Scheme) -> torch.Tensor:
-    """Return float32 [block, block] that takes rotated numbers back: the Hadamard matrix, its columns with signs."""
+    """Return float32 [block, block] that undoes the rotation: the Hadamard matrix, its columns with signs."""
     import torch
 
     hadamard = np.ones((1, 1), np.float32)

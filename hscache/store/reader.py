@@ -10,14 +10,14 @@
     memory = store.buffers()                          # once; a fresh 50 MB per sample costs more than the reading
     sample = store.sample(0, out=memory)              # views of that memory, until the next one is read into it
 
-Rows come straight from the shard files (:mod:`hscache.store.direct`), packed chunks decoded by a few threads of this
-process; zarr-python reads the arrays of any other layout. What Zarr readers pass over in silence is an error here: a
-shard's record is compared with its digest, its files with their recorded sizes and its samples with the index when the
-shard is first touched, every chunk touched with its checksum unless ``crc=False``, and, with ``verify=True``, the
-sample's bytes with the digest taken at capture.
+Rows come straight from the shard files (:mod:`hscache.store.direct`); a few threads of this process decode packed
+chunks, and zarr-python reads the arrays of any other layout. Damage that Zarr readers ignore silently is an error here.
+When a shard is first touched, its record is checked against its digest, its files against their recorded sizes, and its
+samples against the index. Every chunk read is checked against its checksum unless ``crc=False``, and with
+``verify=True`` the sample's bytes are checked against the digest taken at capture.
 
-A store may be read by any number of threads and be sent to other processes. Its memory does not grow with the shards:
-a bounded number of files is open at a time.
+Any number of threads may read a store, and it may be sent to other processes. Its memory does not grow with the number
+of shards, because a bounded number of files is open at a time.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TopLogits:
     """The target's distribution for S supervised tokens.
 
     Attributes:
-        positions: int64 [S], the token that row r predicted, counted from the returned range's start; the state that
-            predicted it is the one before.
+        positions: int64 [S], position of the token that row r predicted, counted from the returned range's start; the
+            state that predicted it is at the position before.
         ids: int32 [S, k], most likely first.
         logprobs: float16 [S, k], log-probabilities under the full softmax (they do not sum to one).
         lse: float32 [S], logsumexp of the full logits: ``logit = logprob + lse``.
@@ -195,9 +195,9 @@ class Store:
             kind: ``torch`` (states bfloat16), ``numpy`` (states float32), or ``bits`` (states as bf16 bits, uint16).
             verify: Check the sample's bytes against its digest; reads the whole sample.
             crc: Compare all chunks touched with their checksums; costs about a third of the reading.
-            out: Memory to read into, from :meth:`buffers`; the returned arrays are views of it (but for what is not
-                stored as it is returned: float32 states of kind ``numpy``, states decoded from a lossy codec). None for
-                fresh memory, which costs more time than the reading.
+            out: Memory to read into, from :meth:`buffers`; the returned arrays are views of it, except those that are
+                converted: float32 states of kind ``numpy`` and states decoded from a lossy codec. None for fresh
+                memory, which costs more time than the reading.
 
         Raises:
             InputError: ``sample-unknown``, ``sample-range``, ``array-absent`` (a tap that is not stored).
@@ -253,7 +253,7 @@ class Store:
         self.stored(i)
 
     def stored(self, i: int) -> dict[str, NDArray[Any]]:
-        """Return all arrays of a sample as its shard holds them, checked against its digest.
+        """Return all arrays of a sample as stored in its shard, checked against its digest.
 
         Raises:
             IntegrityError: ``sample-digest``, or ``store-damaged``.
@@ -268,7 +268,7 @@ class Store:
         return arrays
 
     def close(self) -> None:
-        """Let go of files and threads; the next read opens them again."""
+        """Close files and threads; the next read opens them again."""
         self._shards.close()
 
     def _compare_digest(self, i: int, arrays: dict[str, NDArray[Any]]) -> None:
@@ -374,7 +374,7 @@ def codecs_of(document: dict[str, Any]) -> list[str]:
 
 
 def coarsest_codec(document: dict[str, Any]) -> str:
-    """Return the codec whose error a store's states carry, however they lie now: ``int4``, ``int8`` or ``raw``."""
+    """Return the codec whose error a store's states carry, whatever its codec is now: ``int4``, ``int8`` or ``raw``."""
     made = codecs_of(document)
     return next((codec for codec in ("int4", "int8") if codec in made), "raw")
 
@@ -397,7 +397,7 @@ def decoded(values: dict[str, NDArray[Any]], specs: Iterable[ArraySpec]) -> dict
 
 
 def bf16_to_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return the numbers that bf16 bit patterns stand for: a bf16 is the upper half of a float32."""
+    """Return bf16 bit patterns as float32 numbers: a bf16 is the upper half of a float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 

@@ -1,10 +1,10 @@
-"""What the JSON records of a store must hold before anything believes them.
+"""Check the JSON records of a store before they are used.
 
-A digest shows that a record is the one that was written, not that what wrote it was right: another tool, a later
-version or a person may have. So each of the three records (``manifest.json``, a shard's attributes, ``target.json``) is
-checked against the fields that reading, ``verify`` and ``info`` use: types, ranges, and lists of equal length. Fields
-beyond these are left alone. Bounds are wider than any real store's, and narrow enough that no number makes a reader
-take memory or time for something that cannot be.
+A digest shows that a record is unchanged since it was written, not that it was written correctly: another tool, a later
+version or a person may have written it. So each of the three records (``manifest.json``, a shard's attributes,
+``target.json``) is checked against the fields that reading, ``verify`` and ``info`` use: types, ranges, and lists of
+equal length. Other fields are ignored. Bounds are wider than any real store's, and narrow enough that no number makes a
+reader spend memory or time on something impossible.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TargetFile = Annotated[str, StringConstraints(pattern=r"^[^/\x00]*[^/\x00.][^/\
 
 
 class _Part(BaseModel):
-    # what is not named here is of no consequence to those who read
+    # readers do not use the fields that are not named here
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
@@ -155,7 +155,7 @@ class _CodecError(_Part):
         if len({len(self.rel_l2), len(self.rel_l2_p99), len(self.worst_cosine)}) > 1:
             raise ValueError("columns of different lengths")
         if (self.kl_nats is None) != (self.kl_rows == 0):
-            raise ValueError("kl_nats without kl_rows, or the other way round")
+            raise ValueError("kl_nats without kl_rows, or kl_rows without kl_nats")
         return self
 
 
@@ -201,7 +201,7 @@ def check_shard(body: dict[str, Any], *, whole: bool) -> None:
 
     Args:
         body: The attributes.
-        whole: Ask for its origin (provenance, health) too, not for what reading needs alone.
+        whole: Also check its origin (provenance, health), not only the fields that reading needs.
 
     Raises:
         ValueError: Naming the first field that is not as it must be.

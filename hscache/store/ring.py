@@ -1,4 +1,4 @@
-"""Read samples ahead of their consumer, in its order, into a ring of reused buffers.
+"""Read samples ahead of their consumer, in the consumer's order, into a ring of reused buffers.
 
 ::
 
@@ -7,12 +7,13 @@
             with lease as sample:           # views of one buffer of the ring
                 train(sample)               # the buffer is refilled only after this block
 
-Threads of this process read, since the kernel's copy, checksums and decoding all run without the interpreter's lock;
-worker processes would have to send every sample through shared memory once more. A reading thread takes a free buffer
-first and the next sample of the order second, so that the earliest sample outstanding always has a buffer, and memory
-is bounded by ``buffers`` whatever the consumer does.
+Threads of this process do the reading, since the kernel's copy, checksums and decoding all run without the
+interpreter's lock; worker processes would have to copy every sample through shared memory once more. A reading thread
+first takes a free buffer and then the next sample of the order. So the earliest outstanding sample always has a buffer,
+and ``buffers`` bounds the memory whatever the consumer does.
 
-A sample that cannot be read raises at its place in the order, named; the iteration can go on behind it.
+A sample that cannot be read raises an error that names it, at its place in the order; the iteration can continue after
+it.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ Span = tuple[int, int, int | None]
 """Number of a sample, first token, end of the token range (None: the sample's end)."""
 
 _EXIT_WAIT = 5.0
-"""Seconds that the interpreter's end waits for the threads of rings that were never closed."""
+"""Seconds that the exiting interpreter waits for the threads of rings that were never closed."""
 
 
 class Lease:
     """A sample in a buffer of the ring, until it is released.
 
     Attributes:
-        sample: Its arrays are views of the buffer: copy what must outlive the lease.
+        sample: The sample; its arrays are views of the buffer, so copy what must outlive the lease.
     """
 
     def __init__(self, sample: Sample, buffers: Buffers, ring: _Ring) -> None:
@@ -51,7 +52,7 @@ class Lease:
         self._ring = ring
 
     def release(self) -> None:
-        """Give the buffer back to be refilled; again is no error. Wait for asynchronous copies out of it first."""
+        """Give the buffer back to be refilled; may be repeated. Wait for asynchronous copies out of it first."""
         buffers, self._buffers = self._buffers, None
         if buffers is not None:
             self._ring.release(buffers)
@@ -75,14 +76,14 @@ class ReadAhead:
         buffers: Samples in memory at once: those that the consumer holds and those read ahead.
         threads: Reading threads.
         max_tokens: Longest range of the order; None for the store's longest sample.
-        pinned: Page-lock the buffers; None: when CUDA is there and ``kind`` is ``torch``.
+        pinned: Page-lock the buffers; None: if CUDA is available and ``kind`` is ``torch``.
         taps: As for :meth:`Store.sample`.
         kind: As for :meth:`Store.sample`.
         verify: As for :meth:`Store.sample`.
         crc: As for :meth:`Store.sample`.
 
     Raises:
-        HscacheError: From the iteration, what :meth:`Store.sample` raises, with the sample's id in front.
+        HscacheError: From the iteration, as raised by :meth:`Store.sample`, with the sample's id in front.
         RuntimeError: From the iteration: the consumer holds all buffers and asks for one more sample.
     """
 
@@ -109,7 +110,7 @@ class ReadAhead:
         arguments = {"taps": taps, "kind": kind, "verify": verify, "crc": crc}
         self.nbytes = sum(room.nbytes for room in rooms)
         self._ring = _Ring(store, iter(order), rooms, arguments)
-        # the threads know the ring, not this object: when the consumer drops it, they end
+        # the threads refer to the ring, not to this object: when the consumer drops this object, they end
         weakref.finalize(self, self._ring.stop)
         self._ring.start(threads)
 
@@ -134,7 +135,7 @@ class ReadAhead:
 
 
 class _Ring:
-    """What consumer and threads share, under one condition."""
+    """State that consumer and threads share, protected by one condition."""
 
     def __init__(
         self, store: Store, order: Iterator[int | Span], rooms: list[Buffers], arguments: dict[str, Any]
@@ -157,7 +158,7 @@ class _Ring:
             thread.start()
 
     def stop(self) -> None:
-        """Let the threads end; without waiting, since a finalizer may run in any thread, even in one of them."""
+        """Ask the threads to end, without waiting: a finalizer may run in any thread, even in one of them."""
         with self._changed:
             self._stopped = True
             self._done.clear()
@@ -221,13 +222,13 @@ class _Ring:
     def _draw(self, room: Buffers) -> tuple[int, int | Span | BaseException]:
         """Return the place in the order and the sample there, or a negative place at the end."""
         item: int | Span | BaseException
-        # two locks: an order that takes its time must not keep the consumer from what is read already
+        # two locks: a slow order must not keep the consumer from samples that are already read
         with self._drawing:
             try:
                 item, ended = (-1, True) if self._exhausted else (next(self._order), False)
             except StopIteration:
                 item, ended = -1, True
-            except BaseException as error:  # the consumer's too, and the order's end
+            except BaseException as error:  # also errors of the consumer's order, and its end
                 item, ended = error, True
             with self._changed:
                 self._exhausted = self._exhausted or ended
@@ -263,7 +264,7 @@ _RUNNING: weakref.WeakSet[_Ring] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """End all threads before the interpreter does: one that it finds within C++ code aborts the process."""
+    """End all threads before the interpreter exits: a thread that is still in C++ code then aborts the process."""
     rings = list(_RUNNING)
     for ring in rings:
         ring.stop()

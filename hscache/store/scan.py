@@ -1,6 +1,6 @@
-"""Read the samples of a shard one behind the other through zarr-python, not through the code that wrote them.
+"""Read the samples of a shard one after another through zarr-python, not through the code that wrote them.
 
-Short neighbours are read together: a read through zarr-python costs a millisecond, however little it gives.
+Short neighbours are read together, because a read through zarr-python costs a millisecond however small it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_samples(
 
     Args:
         arrays: The shard's, as zarr-python opened them.
-        specs: What they should be.
+        specs: Expected arrays.
         rows: Rows of the shard's sample table.
     """
     row_bytes = sum(spec.row_bytes for spec in specs)
@@ -40,7 +40,7 @@ def read_samples(
         except (ValueError, OSError, RuntimeError) as error:
             if len(run) == 1:
                 yield first, error
-            else:  # which of them is it?
+            else:  # read one by one to find the damaged sample
                 for row in run:
                     yield from read_samples(arrays, specs, [row])
             continue
@@ -50,7 +50,7 @@ def read_samples(
 
 
 def _runs(rows: list[dict[str, Any]], most_tokens: int) -> Iterator[list[dict[str, Any]]]:
-    """Cut samples into runs that lie one behind the other and have at most so many tokens, or are one sample."""
+    """Cut samples into runs of neighbours; a run has one sample, or a bounded number of tokens."""
     run: list[dict[str, Any]] = []
     for row in rows:
         follows = run and all(

@@ -1,14 +1,15 @@
-"""Parquet files in which no byte can change unseen.
+"""Parquet files in which a change of any byte is detected.
 
-Page checksums cover the values, but nothing covers the footer: of its bytes about a quarter decide nothing that a
-reader asks for, such as who wrote the file, and may change without any answer changing. So a digest of all other bytes
-stands right before the footer, where the format allows any bytes (column indexes and Bloom filters lie there too), and
-where every Parquet reader passes it by::
+Page checksums cover the values, but nothing covers the footer. About a quarter of its bytes affect nothing that a
+reader returns, such as the name of the writing program, so a change there goes unnoticed. Therefore a digest of all
+other bytes is written right before the footer, where the format allows any bytes (column indexes and Bloom filters lie
+there too) and every Parquet reader skips them::
 
     | PAR1 | row groups ... | "hscache" 0x00, xxh3-128 | footer | its length | PAR1 |
 
-Files that were written before there were seals are read as ever; they are told by their row groups, which reach the
-footer. A sealed file cannot pass for one by a changed byte: either its seal is there and differs, or the gap is.
+Older files without a seal are read as before; they are recognised by their row groups, which reach up to the footer. A
+changed byte cannot make a sealed file pass for one of these: either its seal is found and differs, or the gap between
+row groups and footer remains.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def sealed_bytes(table: pa.Table) -> bytes:
 
 
 def read_sealed(data: bytes) -> pa.Table:
-    """Read a table, and refuse bytes that are not those that were written.
+    """Read a table, and refuse bytes that differ from those written.
 
     Args:
         data: The file.
 
     Raises:
-        ValueError: The seal differs, or is missing where one was.
-        pyarrow.ArrowException, OSError, KeyError: The bytes are no parquet file.
+        ValueError: The seal differs, or was removed.
+        pyarrow.ArrowException, OSError, KeyError: The bytes are not a parquet file.
     """
     at = _footer_at(data)
     start = at - _SEAL_BYTES
@@ -49,21 +50,21 @@ def read_sealed(data: bytes) -> pa.Table:
         if data[start + len(_MARK) : at] != _digest(data[:start], data[at:]):
             raise ValueError("content differs from its seal")
     elif _row_groups_end(data) != at:
-        raise ValueError("bytes before the footer that are no seal")
+        raise ValueError("the bytes before the footer are not a seal")
     table = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read()
     table.validate(full=True)
     return table
 
 
 def _footer_at(data: bytes) -> int:
-    """Return where the footer begins, or a negative number in a file that is none."""
+    """Return where the footer begins, or a negative number in a file that is not parquet."""
     length = data[-_LENGTH_AND_MAGIC_BYTES:][:4]
     return len(data) - _LENGTH_AND_MAGIC_BYTES - int.from_bytes(length, "little")
 
 
 def _row_groups_end(data: bytes) -> int:
     metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
-    end = 4  # behind the first PAR1
+    end = 4  # after the first PAR1
     for group in range(metadata.num_row_groups):
         for column in range(metadata.num_columns):
             chunk = metadata.row_group(group).column(column)

@@ -1,9 +1,10 @@
-"""The shards of a store, opened as they are asked for.
+"""Read rows of a store's shards, which are opened on demand.
 
-Opening an array costs a parse of its metadata and its shard index (about 0.1 ms), so a bounded number stays open, the
-least recently used being dropped first; whatever the store's size, memory and descriptors are bounded. When a shard is
-first touched, it is checked once that it is the shard meant: of this store, with this number, its samples lying where
-the index says, its files of the sizes recorded. Checksums tell damaged bytes; only this tells good bytes of others.
+Opening an array costs a parse of its metadata and its shard index (about 0.1 ms), so a bounded number of arrays stays
+open and the least recently used one is closed first; memory and descriptors are bounded whatever the store's size. When
+a shard is first touched, it is checked once to be the right one: of this store, with this number, its samples where the
+index says, its files of the recorded sizes. Checksums detect damaged bytes; only this check detects valid bytes of
+another shard.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hscache.store.index import read_shard
 from hscache.store.layout import ArraySpec, StorePaths, damaged
 
 PLACE = ("corpus_row", "start", "n_tokens", "loss_start", "n_loss")
-"""What the index and a shard's own table both say of a sample: which it is, and where."""
+"""Columns that the index and a shard's own table share: which sample it is, and where it lies."""
 
 _MAX_OPEN = 128
 _MAX_DECODE_THREADS = 4
@@ -38,8 +39,8 @@ class ShardReader:
     Args:
         root: Store directory.
         specs: Arrays of the store.
-        manifest_digest: Of the store's manifest, which every shard names.
-        samples: Where the index says that the store's samples lie; columns of :data:`PLACE`, and ``shard``.
+        manifest_digest: Digest of the store's manifest, which every shard names.
+        samples: Places of the store's samples according to the index: columns of :data:`PLACE`, and ``shard``.
         decode_threads: Threads that unpack the packed chunks of a read; None for the machine's cores, at most 4.
         max_open: Arrays, and so descriptors, that stay open.
     """
@@ -76,8 +77,8 @@ class ShardReader:
             shard: Number of the shard.
             name: Array.
             rows: Row range; both ends given.
-            room: Memory whose first rows take them, [at least as many rows, ...]; None for fresh memory.
-            columns: Positions on the axis behind the rows; None for all.
+            room: Memory to read into, [at least as many rows, ...]; its first rows are filled. None for fresh memory.
+            columns: Positions on the axis after the row axis; None for all.
             crc: Compare every chunk touched with its checksum.
 
         Raises:
@@ -96,7 +97,7 @@ class ShardReader:
         return out
 
     def close(self) -> None:
-        """Let go of files and threads; the next read opens them again."""
+        """Close files and threads; the next read opens them again."""
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class ShardReader:
         directory, spec = path / name, self._specs[name]
         layout = read_layout(directory, spec)
         file = _ZarrArray(directory, spec) if layout is None else ArrayFile(directory, spec, layout)
-        # a file that is dropped runs its __del__ in the midst of what the dictionary does: hence the lock, and the list
+        # dropping a file may run its __del__ in the middle of a dictionary operation: hence the lock and the list
         dropped = []
         with self._lock:
             dropped.append(self._open.pop(key, None))  # another thread may have opened it too
@@ -160,7 +161,7 @@ class ShardReader:
 
 
 class _ZarrArray:
-    """An array whose layout only zarr-python knows; it passes a missing chunk over as fill value."""
+    """An array whose layout only zarr-python can read; it returns the fill value for a missing chunk."""
 
     def __init__(self, directory: Path, spec: ArraySpec) -> None:
         import zarr
@@ -193,8 +194,8 @@ class _ZarrArray:
 
 
 def check_files(path: Path, body: dict[str, Any]) -> None:
-    """Compare a shard's files with the record: sizes of all, since Zarr reads a missing file as fill value without an
-    error, and contents of the arrays' metadata, since a reader believes whatever shape and codec stand there.
+    """Compare a shard's files with the record: the sizes of all, since Zarr reads a missing file as fill value without
+    an error, and the contents of the arrays' metadata, since a reader trusts the shape and codec given there.
 
     Raises:
         IntegrityError: ``store-damaged``, naming the first file.

@@ -1,12 +1,12 @@
-"""Write one shard: sample after sample into a private directory, then visible all at once.
+"""Write one shard: sample by sample into a private directory, which then becomes visible all at once.
 
-Rows are appended to one file per array, chunk by chunk, each followed by its crc32c and zeros up to an aligned address,
-and the Zarr shard index goes behind them: the file is a standard ``sharding_indexed`` object that zarr-python reads.
-Memory is one chunk per array, whatever the shard's size. zarr-python itself would rewrite the whole shard object for
-each piecemeal write.
+Rows are appended to one file per array, chunk by chunk. Each chunk is followed by its crc32c and zeros up to an aligned
+offset, and the Zarr shard index comes last, so the file is a standard ``sharding_indexed`` object that zarr-python
+reads. Memory is one chunk per array, whatever the shard's size. zarr-python itself would rewrite the whole shard object
+for each piecemeal write.
 
-The group's ``zarr.json`` is written last, carries the sample table with a digest per sample and the size and digest of
-every file, and is itself covered by a digest.
+The group's ``zarr.json`` is written last. It holds the sample table with a digest per sample, and the size and digest
+of every file; a digest covers it too.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class _ArrayWriter:
         self._index: list[tuple[int, int]] = []
         self._offset = 0
         self._digest = xxhash.xxh3_128()
-        self._begun = 0  # bytes whose way to the disk has begun
+        self._begun = 0  # bytes whose write to the disk has been started
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # of a shard that is given up; bound above, since at the interpreter's end there is no os any more
+        # of an abandoned shard; os.close is bound above, since the os module may be gone when the interpreter exits
         if self._fd >= 0:
             close(self._fd)
             self._fd = -1
@@ -148,13 +148,13 @@ class _ArrayWriter:
             if written:
                 parts[0] = parts[0][written:]
         if self._offset - self._begun >= _WRITEBACK_BYTES:
-            # lets the disk begin, beside the checksums to come; all of it is dirty, so that none leaves the cache
+            # starts the write to disk while checksums are computed; the pages are dirty, so they stay in the cache
             os.posix_fadvise(self._fd, self._begun, self._offset - self._begun, os.POSIX_FADV_DONTNEED)
             self._begun = self._offset
 
 
 class ShardWriter:
-    """Collects the samples of one shard and commits them together.
+    """Collect the samples of one shard and commit them together.
 
     Args:
         directory: Private directory to write in; must not exist.
@@ -172,7 +172,7 @@ class ShardWriter:
 
     @property
     def n_samples(self) -> int:
-        """Samples added whole or rejected."""
+        """Number of samples added or rejected."""
         return len(self._rows)
 
     def add(self, sample_id: str, corpus_row: int, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -214,7 +214,7 @@ class ShardWriter:
             False when another process committed this shard first.
 
         Raises:
-            IntegrityError: ``store-damaged``: a directory that is no shard stands at the destination.
+            IntegrityError: ``store-damaged``: the destination is a directory that is not a shard.
         """
         files: dict[str, dict[str, Any]] = {}
         for writer in self._arrays.values():
@@ -224,7 +224,7 @@ class ShardWriter:
             "format_version": FORMAT_VERSION,
             "samples": samples,
             "files": files,
-            # what the shard holds, without when and where it was made: equal for equal data
+            # the shard's content, without when and where it was made: equal for equal data
             "content_digest": json_digest({"samples": samples, "files": files}),
             **attributes,
         }
@@ -233,7 +233,7 @@ class ShardWriter:
         if not published and not (destination / "zarr.json").exists():
             raise IntegrityError(
                 "store-damaged",
-                f"{destination}: in the way of this shard, but without zarr.json it is none",
+                f"{destination}: exists without zarr.json, so it is not a shard, but it blocks this one",
                 hint=f"rm -r {destination}, then run the same command again",
             )
         return published

@@ -165,7 +165,7 @@ def test_a_repair_that_is_stopped_loses_nothing_and_is_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(repair_module, "build", stopped)
         result = CliRunner().invoke(app, ["repair", str(store)])
-    assert (result.exit_code, "To go on" in result.output) == (130, True)
+    assert (result.exit_code, "To resume" in result.output) == (130, True)
     assert (store / "shards/00001.zarr/hidden_states/c.0.0.0").read_bytes() == damaged
     assert repair(store).rebuilt == [1]
 

@@ -281,12 +281,12 @@ def test_a_signal_stops_it_at_the_next_batch_and_the_same_command_ends_with_the_
         assert process.stderr
         said = process.stderr.read().decode()
     assert process.returncode == 128 + how, said
-    assert "To go on:\n" in said
+    assert "To resume:\n" in said
     assert [path.name for path in out.parent.iterdir()] == ["c.batches.jsonl"]
     assert 1 <= done(out) < len(TEXTS) // 2
     before = done(out)
     rows = run(prompts, out, sampling)
-    assert f"{before * 2} of them were completed before" in capsys.readouterr().err
+    assert f"{before * 2} of them were completed in an earlier run" in capsys.readouterr().err
     assert [path.name for path in out.parent.iterdir()] == ["c.parquet"]
     assert rows == run(prompts, tmp_path / "whole.parquet", sampling)
 

@@ -154,8 +154,14 @@ NINTH = "model.language_model.layers.8.mlp.up_proj.weight"
     ("change", "message"),
     [
         (lambda w: w.pop(TEXT_KEY), "weights missing: model.layers.0.mlp.up_proj.weight;"),
-        (lambda w: w.update({FOO: torch.ones(3)}), "without a place: model.layers.0.linear_attn.foo.weight;"),
-        (lambda w: w.update({NINTH: torch.ones(128, 64)}), "without a place: model.layers.8.mlp.up_proj.weight;"),
+        (
+            lambda w: w.update({FOO: torch.ones(3)}),
+            "that the model does not use: model.layers.0.linear_attn.foo.weight;",
+        ),
+        (
+            lambda w: w.update({NINTH: torch.ones(128, 64)}),
+            "that the model does not use: model.layers.8.mlp.up_proj.weight;",
+        ),
         (
             lambda w: w.update({TEXT_KEY: w[TEXT_KEY][:3].contiguous()}),
             "of another shape: model.layers.0.mlp.up_proj.weight [3, 64], expected [128, 64];",

@@ -1,4 +1,4 @@
-"""``hstrain`` on the command line."""
+"""The command line of hstrain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _picture(path: Path | None) -> Path | None:
 
 def _finite(value: float) -> float:
     if not math.isfinite(value):  # NaN lies in every range
-        raise typer.BadParameter(f"{value} is no number")
+        raise typer.BadParameter(f"{value} is not a finite number")
     return value
 
 
@@ -77,7 +77,7 @@ def inspect(
         if complete
         else f"{store}: once it is complete, a drafter can be trained on",
         [
-            ("complete", "yes" if complete else "no: hscache build goes on with it"),
+            ("complete", "yes" if complete else "no: hscache build completes it"),
             ("context", f"taps {numbers['taps']}, {numbers['context_width']} numbers a token"),
             ("samples", f"{numbers['samples']:,}, {numbers['tokens']:,} tokens, {numbers['loss_tokens']:,} supervised"),
             ("head", f"[{head['vocab_size']}, {head['hidden_size']}] {head['dtype']}, tied {head['tied']}"),
@@ -106,14 +106,14 @@ def fit(
     out: Annotated[Path | None, typer.Option("--out", help="Run directory; new, or begun with this manifest.")] = None,
     set_: Set = None,
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
-    overfit: Annotated[int, typer.Option(min=0, help="Learn so many samples by heart, as a check, and stop.")] = 0,
+    overfit: Annotated[int, typer.Option(min=0, help="Overfit this many samples, as a check, and stop.")] = 0,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write figures for TensorBoard too.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show parameters, memory, steps and hours; train nothing.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Train a drafter from a store, or go on where a run was stopped; under torchrun on many devices.
+    """Train a drafter from a store, or resume a stopped run; use torchrun for several devices.
 
     Example: hstrain fit manifests/train/demo.toml --store runs/demo/store --out runs/demo/drafter
     """
@@ -168,7 +168,7 @@ def eval_(
     store: Annotated[list[Path], typer.Option("--store", help="Store with held-out samples; several to compare.")],
     held_out: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Share held out; default: what no checkpoint saw; 1 scores all samples."),
+        typer.Option(min=0, max=1, help="Share held out; default: samples that no checkpoint trained on; 1: all."),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Score the first N of them.")] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the drafter.")] = "fp32",
@@ -195,11 +195,11 @@ def speculate(
     target: Annotated[str, typer.Option("--target", help="Checkpoint directory or hub id of the target.")],
     prompts: Annotated[list[Path], typer.Option("--prompts", help="JSONL(.gz) or parquet; as for hscache generate.")],
     store: StoreOption,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens of a completion.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.", callback=_finite)] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.", callback=_finite)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    tree: Annotated[int | None, typer.Option(min=1, help="Verify a draft tree of so many nodes.")] = None,
+    tree: Annotated[int | None, typer.Option(min=1, help="Verify a draft tree of this many nodes.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are: no chat template.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="First N prompts of each file.")] = None,
     reference: Annotated[
@@ -268,7 +268,7 @@ def import_(
     else:
         _print_import(found)
     if out is not None:
-        say(f"{out}: hstrain fit {out} --store {store} --out RUN goes on training it")
+        say(f"{out}: hstrain fit {out} --store {store} --out RUN continues its training")
 
 
 @app.command()
@@ -340,7 +340,7 @@ def _show(
     out: Path | None,
     json: bool,
 ) -> None:
-    """Give figures in every form that was asked for; where one fails, the others are given all the same."""
+    """Write figures in every form that was asked for; if one fails, the others are still written."""
     try:
         if out is not None:
             write_json(found, out)
@@ -353,7 +353,7 @@ def _show(
 
 
 def _check_writable(out: Path | None, plot: Path | None) -> None:
-    """Refuse files that cannot be written, before what shall stand in them is computed.
+    """Refuse files that cannot be written, before their content is computed.
 
     Raises:
         EnvironmentFault: ``disk-full``, ``disk-error``, ``dependency-missing`` for a picture.
@@ -378,7 +378,7 @@ def _head(store: Path) -> TargetHead:
     from hscache.store.index import read_manifest
     from hscache.store.layout import StorePaths
 
-    read_manifest(store)  # a path without a store is told from a damaged one
+    read_manifest(store)  # distinguishes a path without a store from a damaged store
     return load_head(StorePaths(store).target)
 
 

@@ -1,9 +1,9 @@
-"""``hstrain doctor``: does what a drafter was trained on agree with what it is used on?
+"""``hstrain doctor``: compare what a drafter was trained on with what it is used on.
 
-A drafter that is served with other states, another tokenizer or another shape than it was trained with works, only
-badly, and nothing says why. So every fact that has cost someone acceptance is laid side by side: as the checkpoint
-remembers it, as a store has it, and as the live target gives it. The strongest check is the last one: a stored sample
-is run through the live target, and the states are compared with the stored ones.
+A drafter that is served with other states, another tokenizer or another shape than in training still runs, but badly,
+and without an error. So every fact known to affect acceptance is listed side by side: as recorded in the checkpoint, in
+the store, and as the live target has it. The last check is the strongest: a stored sample runs through the live target,
+and its states are compared with the stored ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EFFECTS: dict[str, str] = {
     "target precision": "usually within noise: states are stored in bf16 either way",
     "codec": "lossy states: tools/bench/measure_tau.py measures what they cost",
     "mask token": "must lie in the vocabulary and stand in no text, or blocks look like text",
-    "block size": "a block behind the longest text must fit the drafter's positions, or engines refuse it",
+    "block size": "a block after the longest text must fit the drafter's positions, or engines refuse it",
     "causal layers": "vLLM makes other layers causal inside the block than in training: lower acceptance. Export the "
     "folder again with --format zlab, which vLLM reads right",
     "rope": "the drafter rotates whole heads with its own theta, whatever the target does",
@@ -94,7 +94,7 @@ def diagnose(
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
     Raises:
-        HscacheError: For what a user can mend.
+        HscacheError: For errors that a user can fix.
     """
     store, head = hscache.open(store_path), load_head(StorePaths(store_path).target)
     drafter, known = open_drafter(checkpoint, head, any_target=True)
@@ -141,7 +141,7 @@ def print_diagnosis(facts: list[Fact]) -> None:
 
 
 def to_json(facts: list[Fact]) -> list[dict[str, Any]]:
-    """Return the facts JSON-plain, each with the effect of a difference."""
+    """Return the facts as plain JSON, each with the effect of a difference."""
     return [{**asdict(fact), "effect": EFFECTS[fact.name]} for fact in facts]
 
 
@@ -175,7 +175,7 @@ def _live(target: str, store: Store, taps: tuple[int, ...], dtype: Dtype, device
 
 
 def _apart(stored_TLH: Tensor, fresh_TLH: Tensor, taps: tuple[int, ...], codec: str) -> tuple[str, bool]:
-    """Return how far states are apart at the worst tap, in words, and whether they may be the same ones."""
+    """Return the distance of the states at the worst tap, in words, and whether they may be the same states."""
     limit = _STATES_APART if codec != "int4" else 1 - WORST_COSINE[codec]
     turned_L = (1 - F.cosine_similarity(stored_TLH, fresh_TLH, dim=-1)).mean(0)
     # per token: an outlier token's norm would hide all the others
@@ -245,14 +245,14 @@ def _same(
 ) -> Fact:
     known = [value for value in (trained, store, live) if value is not None]
     same = all(value == known[0] for value in known)
-    if short and same:  # digests say nothing to people, unless they differ
+    if short and same:  # digests only help a reader when they differ
         said = "same files" if len(known) > 1 else "known"
         trained, store, live = (value and said for value in (trained, store, live))
     return Fact(name, trained, store, live, same, grave)
 
 
 def _mark(fact: Fact) -> str:
-    """Say what the facts are to one another: one alone is no agreement."""
+    """Describe how the facts compare; a single known value is not an agreement."""
     alone = fact.trained is None and (fact.store is None or fact.live is None)
     return "DIFFERS" if not fact.same else "not said" if alone else "same"
 

@@ -1,7 +1,7 @@
 """The declaration of a training run: TOML in ``manifests/train/``, read into frozen, strict models.
 
-It says what is trained and how; where it runs (store, output, device, processes) is told on the command line. What the
-store settles already, the target's shape and the taps, need not be repeated. Every field is explained in
+It says what is trained and how; where it runs (store, output, device, processes) is given on the command line. The
+target's shape and the taps come from the store and need not be repeated. Every field is explained in
 ``manifests/README.md``.
 """
 
@@ -113,7 +113,7 @@ class OptimSpec(Section):
 
 
 class RunSpec(Section):
-    """How a run goes and what it leaves behind."""
+    """How a run proceeds and what it writes."""
 
     seed: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
     """Of weights, order and anchors."""
@@ -137,7 +137,7 @@ class RunSpec(Section):
 
 
 class TrainManifest(Section):
-    """All that decides a run."""
+    """All settings of a run."""
 
     drafter: DrafterSpec
     data: DataSpec = DataSpec()

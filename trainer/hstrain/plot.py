@@ -18,7 +18,7 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
     Raises:
         InputError: ``not-a-checkpoint``: no ``metrics.jsonl`` there.
-        IntegrityError: ``checkpoint-damaged`` for a line of it that is none of ours.
+        IntegrityError: ``checkpoint-damaged`` for a line that is not a valid record.
     """
     path = RunPaths(run).metrics
     if not path.exists():

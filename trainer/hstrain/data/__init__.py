@@ -1,1 +1,1 @@
-"""From a store to packs of blocks."""
+"""Read a store into packs of blocks."""

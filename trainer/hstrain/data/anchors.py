@@ -1,4 +1,4 @@
-"""Where blocks begin, and what their slots should say.
+"""Choose where blocks begin, and which tokens their slots should predict.
 
 An anchor is a supervised token whose successor is supervised too. Anchors are drawn anew each epoch (fixed ones give
 tau 4.94 where random ones give 5.64, arXiv 2602.06036), from (seed, epoch, sample id) alone, so that neither the order
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 def random_of(*key: object) -> np.random.Generator:
-    """Return a generator that depends on the parts of the key alone, on every machine."""
+    """Return a generator that depends only on the parts of the key, on every machine."""
     return np.random.default_rng(xxhash.xxh3_64_intdigest("\0".join(map(str, key)).encode()))
 
 
@@ -44,8 +44,8 @@ def choose_window(
 
     Every possible anchor has the same chance, at the ends of a long answer as in its middle: anchors are taken from a
     stretch of ``most - 2`` positions that begins anywhere where it holds one, outside of the sample too, so that each
-    of them lies in as many stretches. What is read ends behind the last one and fills up with context before the first:
-    an anchor needs a token before it and one behind it. Where all possible anchors fit into a stretch, it holds them
+    of them lies in as many stretches. What is read ends after the last one and fills up with context before the first:
+    an anchor needs a token before it and one after it. Where all possible anchors fit into a stretch, it holds them
     all.
 
     Args:
@@ -82,7 +82,7 @@ def choose_window(
 def slot_tokens(
     input_ids: NDArray[np.int32], loss_mask: NDArray[np.uint8], anchors: NDArray[np.int64], block_size: int
 ) -> NDArray[np.int64]:
-    """Return what each slot should say, int64 [N, B - 1]; -1 where the block has ended.
+    """Return the token that each slot should predict, int64 [N, B - 1]; -1 where the block has ended.
 
     Args:
         input_ids: int32 [n].

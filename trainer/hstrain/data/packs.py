@@ -1,11 +1,11 @@
-"""From a store to packs on the training device.
+"""Read samples from a store into packs on the training device.
 
 How data flows: an epoch's samples are put into an order that depends on (seed, epoch) alone and cut into *packs* of at
 most ``data.pack_tokens`` tokens; ``data.packs_per_step`` packs make an optimizer step. Of a step, rank r of W takes
 packs r, r + W, ... A resume may therefore change W, and the step's loss, a mean over all its slots, stays what it was.
 Threads read the samples ahead into a ring of reused buffers; one more thread draws anchors, copies the rows that any
 block sees into a pack, and lets the buffer go. The training loop takes finished packs from a short queue.
-Of a long sample the reading order settles the anchors too, since they decide what is read.
+For a long sample the anchors are drawn before reading, since they decide which part is read.
 
 A sample that cannot be read is left out of its pack and reported with it, so every rank still takes the same number of
 steps. Samples longer than ``data.max_tokens`` are read only around this epoch's anchors.
@@ -53,8 +53,8 @@ class Pack:
         anchors_N: int64 [N] position of each anchor in its sample.
         lo_N: int64 [N] first context row of the block's sample.
         hi_N: int64 [N] end of the context rows before the anchor.
-        targets: What the slots should say.
-        bad: Samples that could not be read: id and what was said.
+        targets: What the slots should predict.
+        bad: Samples that could not be read: id and error message.
     """
 
     sample_ids: list[str]
@@ -84,7 +84,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackShape:
-    """What of a sample goes into a pack.
+    """The parts of a sample that go into a pack.
 
     Attributes:
         taps: Decoder blocks read, in this order.
@@ -121,7 +121,7 @@ def split(store: Store, fraction: float) -> tuple[list[int], list[int]]:
 
 
 class Schedule:
-    """Which samples make which pack, and which pack which step.
+    """The assignment of samples to packs, and of packs to steps.
 
     Args:
         numbers: Samples trained on.
@@ -255,7 +255,7 @@ class PackStream:
             return 0, n, None
         try:
             mask = self._store.loss_mask(i)
-        except HscacheError:  # reading the sample says it again, at its place in the order
+        except HscacheError:  # reading the sample raises it again, at its place in the order
             return 0, self._spec.max_tokens, None
         random = random_of("window", self._seed, epoch, self._store.sample_ids[i])
         return choose_window(mask, self._spec.max_tokens, self._spec.anchors, random)
@@ -296,7 +296,7 @@ class PackStream:
 
 
 class PackBuilder:
-    """Collects samples into a pack.
+    """Collect samples into a pack.
 
     Args:
         shape: What of a sample is kept.

@@ -1,9 +1,9 @@
-"""What a query of a block sees, and attention under that rule.
+"""The attention mask of a block's queries, and attention under that mask.
 
 A block with its anchor at position a sees the context rows of its own sample strictly before a, and itself:
 
 - a full layer: all of the block, both ways;
-- a sliding layer with window W: of the block what is not behind the query, and of the context only positions
+- a sliding layer with window W: of the block the slots up to the query, and of the context only positions
   >= query's position - (W - 1).
 
 Rows of a sample lie together and in order, so the context that a block sees is one range of rows. That is the whole

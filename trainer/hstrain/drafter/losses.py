@@ -2,7 +2,7 @@
 
 At V = 248,320 the logits of 8,192 queries are 8 GB. So the head works on a few blocks at a time, and gradients with
 respect to their states are taken at once, while their logits exist: two matrix products a block and nothing kept,
-where checkpointing would need three. Only slots that train are computed: neither slot 0 nor slots behind a turn's end.
+where checkpointing would need three. Only slots that train are computed: neither slot 0 nor slots after a turn's end.
 
 Losses, per slot (``loss.kind``), with q the drafter's distribution and t the target's for that slot:
 
@@ -16,7 +16,7 @@ Weights, per slot (``loss.weights``): ``exp`` is exp(-(k-1)/gamma), arXiv 2602.0
 w_j = sum over m >= j of prod over i <= m of (1-a) q_i(token) + a with a = 1/2, detached, arXiv 2605.18810; or ``none``.
 
 What comes back is a *sum* over slots and the sum of the weights. The mean is taken over the whole step, all ranks and
-accumulated packs, by whoever calls: a mean of means would depend on how the step was cut.
+accumulated packs, by the caller: a mean of means would depend on how the step was cut.
 
 Shapes: N blocks, K = B - 1 slots, R rows that train, V vocabulary, H width, k stored logits.
 """
@@ -227,7 +227,7 @@ def _weights(logits_RV: Tensor, tokens_R: Tensor, trained_nK: Tensor, weights: W
     p_R = torch.exp(-F.cross_entropy(logits_RV, tokens_R, reduction="none"))
     q_nK = torch.zeros(trained_nK.shape, device=p_R.device)
     q_nK[trained_nK] = (1 - _DPACE_ALPHA) * p_R + _DPACE_ALPHA
-    reach_nK = q_nK.cumprod(1)  # zero behind the block's end, so these slots add nothing
+    reach_nK = q_nK.cumprod(1)  # zero after the block's end, so these slots add nothing
     return reach_nK.flip(1).cumsum(1).flip(1)[trained_nK]
 
 

@@ -11,7 +11,7 @@ Parameters are named as the serving engines name them (``layers.0.self_attn.q_pr
 
 Shapes: T context tokens, L taps, H the target's width (and the drafter's), N blocks, B block size, Q = N * B queries,
 A attention heads, K key-value heads, D head width. Nothing is padded and there is no batch axis: documents of a batch
-lie one behind another.
+lie one after another.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Qwen3 decoder layer. The context is not passed through ``input_layernorm``: it has a norm of its own."""
+    """A Qwen3 decoder layer. The context is not passed through ``input_layernorm``: it has its own norm."""
 
     def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Drafters from and for others: layouts, import, export."""
+"""Exchange drafters with other programs: layouts, import, export."""

@@ -4,7 +4,7 @@ A released one's ``config.json`` settles the shape (:mod:`hstrain.exchange.layou
 that shape, no more and no fewer. speculators' files may carry weights of the target as well; with a target at hand they
 are compared with it, without one they are noted. The files are safetensors, whole or in shards; pickles are not opened.
 
-``hstrain import`` holds a released drafter against a store, and writes the manifest of a run that goes on training it.
+``hstrain import`` compares a released drafter with a store, and writes the manifest of a run that fine-tunes it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Imported:
         tensors: Number of the drafter's weights.
         verifier: Name of the target, where the config has it.
         notes: What was read but not used, and what was filled in.
-        apart: In what it is not for the target that it was held against: name of a fact or weight -> in words.
+        apart: Differences from the target that it was compared with: name of a fact or weight -> in words.
         vllm_causal: Whether vLLM makes all layers causal inside the block, or none; None when it goes by their types.
     """
 
@@ -128,7 +128,7 @@ def check_store(path: Path, config: DrafterConfig, store: Store) -> None:
 def import_drafter(
     path: Path, store_path: Path, out: Path | None = None, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Hold a released drafter against a store, and write the manifest of a run that goes on training it.
+    """Compare a released drafter with a store, and write the manifest of a run that fine-tunes it.
 
     The manifest and the store together must give back the shape that was read, every field of it; else nothing is
     written.
@@ -207,9 +207,9 @@ def read_checkpoint(
 
     Args:
         path: Folder with ``config.json`` and safetensors.
-        head: The target's; the checkpoint is held against it. A config that does not say how many layers the target
+        head: The target's; the checkpoint is compared with it. A config that does not say how many layers the target
             has (speculators') needs it.
-        any_target: Take a drafter that is not for this target, too; ``apart`` says in what.
+        any_target: Also accept a drafter of another target; ``apart`` lists the differences.
 
     Raises:
         InputError: ``drafter-missing``, ``drafter-config``, ``drafter-unsupported``, ``drafter-weights``,
@@ -221,7 +221,7 @@ def read_checkpoint(
     if (path / "mask_embedding.pt").exists():
         raise InputError(
             "drafter-unsupported",
-            f"{path}/mask_embedding.pt: an embedding of its own for the mask, expected the target's row of the mask id",
+            f"{path}/mask_embedding.pt: a separate embedding for the mask, expected the target's row of the mask id",
         )
     tensors = _read_weights(path)
     weights = {name: tensor for name, tensor in tensors.items() if said.layout == "zlab" or name not in _OF_TARGET}

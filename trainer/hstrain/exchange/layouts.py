@@ -52,7 +52,7 @@ _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 _LARGEST, _LARGEST_BLOCK = 1 << 24, 1 << 12
 """Widths, counts and blocks above these are no drafter's: tensors of such shapes cannot be made, or even described."""
 _SPECULATORS = "0.9.0"
-"""Whose keys are written; the package has no format version of its own."""
+"""Version of speculators whose keys are written; its format has no version number."""
 
 
 def qwen3_config(config: DrafterConfig) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Read:
         logits: How logits follow from the head: ``scale`` and ``softcap``.
         verifier: Name of the target, where it has one.
         notes: What was read but not used, and what was filled in.
-        apart: In what it is not for the target of ``head``: name of a fact -> both values, in words.
+        apart: Differences from the target of ``head``: name of a fact -> both values, in words.
         vllm_causal: Whether vLLM makes all layers causal inside the block, or none; None when it goes by their types.
     """
 

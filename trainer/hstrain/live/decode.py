@@ -1,10 +1,10 @@
-"""Decoding with a drafter, and without one by the same target: the peer that it must equal and outrun.
+"""Decode with a drafter, and with the target alone as the reference for text and speed.
 
 A step begins with one known token that the target has not read, the anchor. The drafter proposes the B - 1 tokens
-after it from the context of all rows before it; the target reads anchor and draft in one pass, which says what it
-would have written after each of them; the leading tokens on which both agree are kept, and the target's own next token
-is the new anchor. So a step gives streak + 1 tokens for one pass of the target, and at worst one. The rows that were
-kept become context.
+after it from the context of all rows before it. The target reads anchor and draft in one pass, which gives the token
+that it would have written after each of them. The leading tokens on which both agree are kept, and the target's own
+next token is the new anchor. So a step gives streak + 1 tokens for one pass of the target, at least one. The rows that
+were kept become context.
 
 A tree (``tree_size``) holds several continuations at once: the target's own choice after each node, the most likely
 token or a sampled one, is followed down the tree as far as it goes.
@@ -61,7 +61,7 @@ class Decoded:
         prefill_s: Seconds for the prompt, the drafter's context of it included.
         decode_s: Seconds for all tokens but the first.
         step_s: The steps' part of it: ``draft``, the drafter's pass; ``verify``, the target's; ``keep``, putting the
-            target's states back behind what was kept, and its rows into the drafter's context. On a GPU what ``keep``
+            target's states back to after what was kept, and its rows into the drafter's context. On a GPU what ``keep``
             starts may end within the next ``draft``.
     """
 

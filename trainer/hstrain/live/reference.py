@@ -1,8 +1,8 @@
-"""A serving engine's own text as the reference: how the drafter walks over it, and where ours first parts from it.
+"""Use a serving engine's text as the reference: score the drafter on it, and find where our text first differs.
 
 Every text is read once by the live target, whose states give the serving walk, the same as over a store's sample. Where
-the engine ends a text but keeps the end token to itself, it is the one that the target finds most likely there. An end
-token that the engine gives is the end, be it one of the target's or another that the engine was told of.
+the engine ends a text without returning the end token, the target's most likely end token is used. An end
+token that the engine gives is the end, whether it is one of the target's or another that the engine was given.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def score_reference(
         ``ids`` with the end token, ``finish_reason``, ``anchors``, ``accepted`` and ``streaks`` of the walk,
         ``ids_from``, ``stable``, and ``parts``: None where our text is the same, else ``position`` in the completion,
         the ``server``'s token and ``ours``, the target's ``top_ids`` and ``top_logits`` there and their ``gap``; None
-        for what is behind an end.
+        for tokens after an end.
 
     Raises:
         EnvironmentFault: ``not-finite``.

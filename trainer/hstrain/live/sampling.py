@@ -1,8 +1,9 @@
 """Choosing tokens: temperature, nucleus, and the rejection rule that leaves the target's distribution as it is.
 
 A drafted token x ~ q is kept with probability min(1, p(x) / q(x)); at the first that is not, a token of the
-normalised rest max(p - q, 0) takes its place, and what was drafted behind it is void. The text is then distributed as
-if the target alone had written it (arXiv 2211.17192, theorem 1), whatever q is: a poor drafter costs time, not quality.
+normalised rest max(p - q, 0) takes its place, and the tokens drafted after it are dropped. The text is then distributed
+as if the target alone had written it (arXiv 2211.17192, theorem 1), whatever q is: a poor drafter costs time, not
+quality.
 The q of a slot may depend on anything known before the block, so slots that are drafted side by side are fine.
 
 Probabilities are float64: with p and q of a quarter of a million tokens, float32 would leave a rest of rounding errors.

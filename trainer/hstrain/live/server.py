@@ -1,9 +1,9 @@
-"""A serving engine over HTTP: what it writes after a prompt.
+"""Request completions from a serving engine over HTTP.
 
-``/v1/completions`` takes a prompt as token ids, so no chat template or tokenizer of the engine comes between. Answers
+``/v1/completions`` takes a prompt as token ids, so the engine's chat template and tokenizer are not involved. Answers
 differ: vLLM and SGLang add ``token_ids`` to a choice when ``return_token_ids`` is asked for (older ones leave it out,
-as other servers do); llama.cpp gives an ``id`` with every token of ``logprobs``; else there is the text alone. The end
-token may be among the ids or not, and is not in the text.
+as other servers do); llama.cpp gives an ``id`` with every token of ``logprobs``; other answers have only the text. The
+end token may be among the ids or not, and is not in the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REASONS: dict[str, str] = {
 """Why a prompt has no reference."""
 _BLAMES_THE_PROMPT = (400, 413, 422)
 _LLAMA_CPP = {"logprobs": 1, "n_probs": 1, "repeat_penalty": 1.0}
-"""What llama.cpp wants beside OpenAI's fields to say ids; the others would work for log-probabilities in vain."""
+"""What llama.cpp wants beside OpenAI's fields to say ids; other engines would compute log-probabilities for nothing."""
 _SHOWN = 300
 """Characters of an answer in a message."""
 
@@ -136,7 +136,7 @@ class Server:
         return Answer(choice["text"], _ids(choice), usage.get("completion_tokens"), finish == "stop")
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object behind a path; posts ``body`` if there is one."""
+        """Return the JSON object at a path; posts ``body`` if there is one."""
         where, headers = f"{self.url}/{path}", {"Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:

@@ -1,13 +1,13 @@
-"""What a drafter is worth on real prompts: tokens per step, speed, and whether the text is still the target's.
+"""Measure a drafter on real prompts: tokens per step, speed, and whether the text is still the target's.
 
 Every prompt is completed with the drafter and, greedily, without it; the two texts must be equal token for token. In
-float32 they are. In bf16 a pass over several rows rounds otherwise than one over a single row, and where the two most
-likely tokens are closer than that, the texts may part. A run with a fault in it cannot say how large its rounding may
-be: so at each such place the target reads the common text once more, in one pass of a fresh cache, and what is further
-from that than the precision explains is a fault.
+float32 they are. In bf16 a pass over several rows rounds differently from a pass over a single row, and where the two
+most likely tokens are closer than that, the texts may differ. A faulty run cannot show how large its rounding may be.
+So at each such place the target reads the common text once more, in one pass with a fresh cache; logits that are
+further from that pass than the precision explains are a fault.
 
-With a serving engine's own texts as references, the drafter also walks over these, and where ours part from them is
-said; that they do is no fault of ours.
+With a serving engine's texts as references, the drafter is also scored on these. Where our texts differ from them is
+reported, but does not count as a fault.
 
 ``tau`` is tokens per step, over all steps of all prompts: what a server would see. It equals the walk over a store's
 samples when these are the same texts.
@@ -46,7 +46,7 @@ from hstrain.score.walk import check_finite
 
 _HEAD_ROWS = 64
 _ROUNDING = {"bfloat16": 4 * 2.0**-7, "float32": 1e-3}
-"""Precision -> how far logits of one text may be apart, computed in other passes: a share of the largest of them."""
+"""Precision -> how much logits of one text may differ between passes: a share of the largest of them."""
 
 
 def speculate_prompts(

@@ -1,13 +1,13 @@
-"""The target while it decodes: it reads a prompt, judges drafts, and forgets what was rejected.
+"""The target while it decodes: it reads a prompt, verifies drafts, and rolls back rejected tokens.
 
-This is the one module of the trainer that opens the target; fitting and evaluating need the store alone.
+This is the only module of the trainer that opens the target; fitting and evaluating need only the store.
 
 A draft of n rows (the anchor and what was drafted after it, as a chain or as a tree) goes through the target in one
 forward pass, and then only the accepted rows may stay in its cache. What that takes depends on what a layer keeps:
 
 - keys and values: other rows are dropped. Of a tree, every row sees its ancestors alone, by a mask; targets whose
   layers cannot all be masked so (recurrent or sliding ones) get one batch row per root-to-leaf path.
-- keys and values of a sliding window: transformers keeps what falls out of the window until it is told what stays.
+- keys and values of a sliding window: transformers keeps what falls out of the window until the kept length is given.
 - a recurrent state and the last inputs of a convolution (gated DeltaNet, Mamba): no past can be read from them, and
   transformers cannot crop them. They are copied before the draft and put back after it, and the layer's token mixer
   alone runs again on the accepted rows. Its inputs were recorded during the draft: those of an accepted row depend on

@@ -170,7 +170,7 @@ def state_digest(folder: Path) -> str:
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """Return weights, optimizer tensors and counters of a checkpoint, compared with their digests.
 
-    The tensors lie in the mapped files: whoever keeps one copies it.
+    The tensors lie in the mapped files: copy one to keep it.
 
     Raises:
         IntegrityError: ``checkpoint-damaged``.

@@ -71,7 +71,7 @@ class RunPaths:
         return self.root / "lock"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, ascending; a copy under another name is none."""
+        """Return the steps that have a checkpoint, ascending; a copy under another name does not count."""
         numbers = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         steps = {int(number) for number in numbers if number.isdecimal()}
         return sorted(step for step in steps if self.checkpoint(step).is_dir())
@@ -112,7 +112,7 @@ def hold_run(paths: RunPaths) -> Iterator[None]:
         try:
             yield
         finally:
-            if not paths.manifest.exists():  # refused before it was begun: nothing stays behind
+            if not paths.manifest.exists():  # refused before it was begun: remove what was made
                 paths.lock.unlink(missing_ok=True)
                 with suppress(OSError):
                     paths.root.rmdir() if made else None
@@ -134,7 +134,7 @@ def claim_run(paths: RunPaths, document: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConflictError: ``run-other-manifest``, naming the fields that differ.
         EnvironmentFault: ``disk-full``, ``disk-error``.
-        IntegrityError: ``checkpoint-damaged`` for a record that is none.
+        IntegrityError: ``checkpoint-damaged`` for a record that is not valid.
     """
     with disk_errors(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def recorded_precision(paths: RunPaths) -> str | None:
     """Return ``run.precision`` of a run that was begun, None before.
 
     Raises:
-        IntegrityError: ``checkpoint-damaged`` for a record that is none.
+        IntegrityError: ``checkpoint-damaged`` for a record that is not valid.
     """
     if not paths.manifest.exists():
         return None
@@ -205,7 +205,7 @@ def drop_old(paths: RunPaths, keep: int) -> None:
 
 
 def forget_after(paths: RunPaths, path: Path, step: int) -> None:
-    """Drop the lines of a JSONL file that lie behind a step: they will be written again.
+    """Drop the lines of a JSONL file that come after a step: they will be written again.
 
     Args:
         paths: The run.
@@ -230,7 +230,7 @@ def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     A last line that is not finished, as a kill or a run that goes on may leave it, is left out.
 
     Raises:
-        IntegrityError: ``checkpoint-damaged`` for a line that is none of ours.
+        IntegrityError: ``checkpoint-damaged`` for a line that is not a valid record.
     """
     found = []
     # at line feeds alone: text may hold other characters that str.splitlines takes for a line's end

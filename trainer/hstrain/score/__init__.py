@@ -1,1 +1,1 @@
-"""What a drafter is worth, from the cache alone."""
+"""Score a drafter from the store alone."""

@@ -1,7 +1,7 @@
-"""``hstrain eval``: checkpoints side by side on held-out samples of one or more stores, as tables and JSON.
+"""``hstrain eval``: compare checkpoints on held-out samples of one or more stores, as tables and JSON.
 
-A checkpoint says which share of the samples was held out when it was trained, and what it began from says so, too. As
-a hash of its id decides about a sample, what all of them held out is what the smallest share holds out.
+A checkpoint records which share of the samples was held out in training, and so does the drafter that it began from.
+Since a hash of its id decides about a sample, the samples that all of them held out are those of the smallest share.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def evaluate(
     Returns:
         JSON-plain: ``rows``, one for each checkpoint and store, as :func:`hstrain.score.walk.summarise` with
         ``by_tag``, ``by_position``, ``trained_on``: of how many of the samples it is known that it, or what it began
-        from, was trained on them, None where that cannot be told; and ``less_first``:
+        from, was trained on them, None where that is unknown; and ``less_first``:
         :func:`hstrain.score.walk.difference` from the first row, None in that; ``held_out``, ``precision``.
 
     Raises:
@@ -153,7 +153,7 @@ class _Past:
 
 
 def smallest_share(checkpoints: Sequence[Path]) -> float:
-    """Return the share of samples that every training behind the checkpoints held out, as far as they are known.
+    """Return the share of samples that all known trainings of the checkpoints held out.
 
     Args:
         checkpoints: As :func:`hstrain.exchange.importer.open_drafter` takes them.
@@ -177,7 +177,7 @@ def _smallest(checkpoints: Sequence[Path], pasts: Sequence[Sequence[_Past | None
 
 
 def _pasts(path: Path) -> list[_Past | None]:
-    """Return the trainings behind a checkpoint, its own first; None for one of which nothing is known."""
+    """Return the trainings that led to a checkpoint, its own first; None if they are unknown."""
     if (path / CONFIG_FILE).exists():
         return [None]
     _, facts = load_drafter(path)

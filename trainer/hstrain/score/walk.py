@@ -1,4 +1,4 @@
-"""How well a drafter predicts, from the cache alone.
+"""Measure how well a drafter predicts, from the store alone.
 
 Every supervised position of a held-out sample that can be an anchor is drafted from, so one pass gives both averages:
 
@@ -42,8 +42,8 @@ class SampleScore:
         sample_id: The sample.
         tag: Its tag.
         anchors_N: int64 positions.
-        left_N: int64 tokens that the turn has behind each anchor, at least 1.
-        correct_NK: bool, slot k says token anchor + k; False behind the turn's end.
+        left_N: int64 tokens that the turn has after each anchor, at least 1.
+        correct_NK: bool, slot k says token anchor + k; False after the turn's end.
         sizes: Nodes of the DDTrees that were scored.
         tree_Ns: int64 [N, sizes], drafted tokens that each tree would have had accepted.
     """
@@ -71,7 +71,7 @@ class SampleScore:
         left, steps, n = self.left_N.tolist(), [], 0
         while n < len(yields):
             steps.append(yields[n])
-            # anchors of a turn are consecutive; the turn's last token is none, so a finished turn leads to the next one
+            # anchors of a turn are consecutive; its last token is not an anchor, so a finished turn leads to the next
             n += min(yields[n], left[n])
         return steps
 

@@ -1,7 +1,7 @@
-"""What a run will need, before it begins: parameters, memory, steps, tokens, and hours from a few real steps.
+"""Estimate what a run needs before it begins: parameters, memory, steps, tokens, and hours from a few real steps.
 
 The memory is what one process of a run on this machine holds at its peak. It is counted from the shapes, term by term,
-so that it can be asked for shapes that do not fit here; a test holds it against measured peaks. With CUDA the device's
+so that it also works for shapes that do not fit here; a test compares it with measured peaks. With CUDA the device's
 memory is one sum and the host's another.
 
 Shapes: see :mod:`hstrain.drafter.model`; P parameters of one rank.
@@ -85,17 +85,17 @@ def memory_bytes(
         "head": head_bytes if head_bytes is not None else 2 * config.vocab_size * H,
         # a device has the pack that trains and the one before it
         "packs": _packs(config, manifest, T=T, world=world) if cpu else 2 * T * L * H * 2,
-        # gradients grow while what was kept for them goes, so the peak is at one end or the other, or behind both
+        # gradients grow while what was kept for them goes, so the peak is at one end or the other, or after both
         "activations, gradients or checkpoint": max(forward + casts, 4 * P, saving),
         "communication": _communication(config, total, e, fsdp=fsdp) if world > 1 else 0,
     }
 
 
 def host_memory_bytes(config: DrafterConfig, manifest: TrainManifest, *, T: int, world: int = 1) -> dict[str, int]:
-    """Return the terms of the host's memory at its peak where the device has a memory of its own.
+    """Return the terms of the host's memory at its peak where the device has its own memory.
 
     It is that of the first rank, which holds a whole checkpoint while it is written; the others hold the packs alone.
-    When a run goes on, every rank maps the checkpoint's files, which the system can take back.
+    When a run is resumed, every rank maps the checkpoint's files, which the system can take back.
 
     Args:
         config: The drafter's shape.
@@ -125,7 +125,7 @@ def _communication(config: DrafterConfig, parameters: int, e: int, *, fsdp: bool
 
 
 def dry_run(manifest: TrainManifest, store_path: Path, *, device: str | None = None) -> dict[str, Any]:
-    """Return what a run would take, JSON-plain; a few steps are run and thrown away.
+    """Return what a run would take, as plain JSON; a few steps are run and their result is discarded.
 
     ``memory_bytes`` is one process's, with CUDA on its device; ``host_memory_bytes`` is beside it, and else 0.
 

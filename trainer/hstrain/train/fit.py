@@ -90,7 +90,7 @@ def fit(
         store_path: A complete store.
         out: Run directory; new, or begun with the same manifest and store.
         device: Such as ``cpu``; None for CUDA where it is.
-        overfit: Learn so many samples by heart, as a check; 0 trains.
+        overfit: Overfit this many samples, as a check; 0 trains on all.
         tensorboard: Write the figures for TensorBoard too.
 
     Raises:
@@ -189,7 +189,7 @@ class _Run:
         t, world = self.t, self.t.world
         self._same("store", self.store_facts["digest"])
         newest = world.on_main(lambda: ckpt.newest_checkpoint(self.paths))
-        # a checkpoint has weights of its own: what the run began from need not be there any more
+        # a checkpoint has its own weights: the drafter that the run began from may be gone
         begun = {"start": self._begin()} if newest is None else {}
         self.start = world.on_main(lambda: run_folder.claim_run(self.paths, self._document() | begun).get("start"))
         if newest is None:
@@ -258,7 +258,7 @@ class _Run:
         self.board = Board(self.paths.root / "tensorboard")
 
     def _watch(self, step: int, record: dict[str, Any], packs: list[Pack]) -> None:
-        """Record unreadable samples and stop where going on would waste time."""
+        """Record unreadable samples, and stop the run if there are too many."""
         if record["bad"]:
             self._skip(step, self.t.world.merge(dict(bad for pack in packs for bad in pack.bad)))
         if record["blocks"]:
@@ -270,7 +270,7 @@ class _Run:
                 "no-anchors",
                 f"{self.t.store.path}: no block could begin anywhere in {step} steps: of the {seen} samples that they "
                 f"took ({len(self.t.train)} are there to train on), {len(self.skipped)} could not be read and no other "
-                "has two supervised tokens in a row behind a first token",
+                "has two supervised tokens in a row after a first token",
                 hint="hscache info shows how many tokens are supervised; see the loss masks of the corpus",
             )
         sound = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
@@ -369,4 +369,4 @@ class _Run:
         if best:
             assert self.report.best_tau is not None
             run_folder.keep_best(self.paths, step, self.report.best_tau)
-        run_folder.drop_old(self.paths, self.t.manifest.run.keep)  # behind it: what was the best one may go now
+        run_folder.drop_old(self.paths, self.t.manifest.run.keep)  # after that: the former best one may go now

@@ -1,8 +1,8 @@
-"""One process or many: torchrun's ranks, and what they have to agree on.
+"""Run in one process or in many: torchrun's ranks, and the checks that they agree.
 
 Gradients are averaged by DDP, or by FSDP2 (``fully_shard``), which also cuts weights and moments over the ranks. Sums
-over slots are added up by :meth:`World.sum`. Checkpoints are made of whole tensors, so a run may go on with another
-number of ranks, or another kind of them.
+over slots are added up by :meth:`World.sum`. Checkpoints are made of whole tensors, so a run may be resumed with
+another number of ranks, or with the other of these two methods.
 """
 
 from __future__ import annotations

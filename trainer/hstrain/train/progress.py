@@ -1,4 +1,4 @@
-"""What a run says while it goes: one dense line per interval, the same as a record, and TensorBoard if asked for."""
+"""Report a run's progress: one log line per interval, the same as a JSON record, and TensorBoard if asked for."""
 
 from __future__ import annotations
 

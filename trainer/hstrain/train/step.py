@@ -43,7 +43,7 @@ class Trainer:
         manifest: What is trained.
         store_path: A complete store.
         world: The ranks.
-        overfit: Train on the first so many samples only, and validate on them.
+        overfit: Train and validate only on this many first samples.
     """
 
     def __init__(self, manifest: TrainManifest, store_path: Path, world: World, *, overfit: int = 0) -> None:
@@ -105,10 +105,10 @@ class Trainer:
     def begin(self) -> dict[str, Any] | None:
         """Take the weights that training begins from: those of ``drafter.start``, or random ones, calibrated.
 
-        Every rank reads them. A run of ours may begin from one that began from another: that is told, too.
+        Every rank reads them. If the starting run itself began from another drafter, that is recorded too.
 
         Returns:
-            What the run records of its start, JSON-plain: ``path``, ``weights`` (a digest), and its own ``start``;
+            What the run records of its start, as plain JSON: ``path``, ``weights`` (a digest), and its own ``start``;
             None for random weights.
 
         Raises:
