@@ -69,8 +69,8 @@ def pick_dtype(dtype: Dtype, device: torch.device) -> Literal["bfloat16", "float
 def fast_bf16(kind: str) -> bool:
     """Return whether a kind of device multiplies bfloat16 matrices in hardware.
 
-    A CPU is timed once, because whether torch and oneDNN use its bf16 units also depends on their builds and settings.
-    Without the units a product is about 50 times slower than in float32 (AVX2: 1 to 3 against 90 to 170 GFLOP/s).
+    On x86 torch names what it uses: with AVX2 a product is about 50 times slower than in float32 (1 to 3 against 90 to
+    170 GFLOP/s), with AVX-512 at most three times. A CPU that torch does not name is timed once.
 
     Args:
         kind: Type of the device, such as ``cpu``.
@@ -81,6 +81,9 @@ def fast_bf16(kind: str) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if kind != "cpu":
         return True
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX"):
+        return bool(capability != "AVX2")
     wide = torch.ones(_PRODUCT_ROWS, _PRODUCT_ROWS)
     narrow = wide.bfloat16()
     shortest: dict[torch.dtype, float] = {}

@@ -131,7 +131,7 @@ class ShardClaims:
         stop: Sequence[int],
         finish: Callable[[], object] = lambda: None,
     ) -> Iterator[int]:
-        """Yield the shards that no other builder has made or is at; wait for those that one is at.
+        """Yield each shard that this process should build; wait for those that others are building.
 
         Args:
             todo: Shards that were not there when this builder looked.

@@ -118,7 +118,7 @@ def test_a_block_behind_the_longest_text_must_fit(hstrain: Any, little: Little, 
     manifest = train_manifest(drafter=drafter, data={"validation": 0.0}, optim={"max_steps": 1})
     fit(manifest, little.path, tmp_path / "run", device="cpu")
     answer = hstrain("doctor", tmp_path / "run", "--store", little.path)
-    assert (answer.status, "block size: a block behind" in answer.out) == ((1, True) if room else (0, False))
+    assert (answer.status, "block size: a block after" in answer.out) == ((1, True) if room else (0, False))
 
 
 REMARKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -315,7 +315,7 @@ def test_inspect_of_an_unfinished_store_says_so(hstrain: Any, tmp_path: Path, sh
     answer = hstrain("inspect", path)
     assert answer.status == 0
     assert answer.out.startswith(f"{path}: once it is complete, a drafter can be trained on\n")
-    assert "complete  no: hscache build goes on with it" in answer.out
+    assert "complete  no: hscache build completes it" in answer.out
     assert hstrain("inspect", path, "--json").json["complete"] is False
 
 

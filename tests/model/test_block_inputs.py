@@ -128,7 +128,7 @@ def test_a_target_that_does_something_else_is_told_and_its_rows_are_read_as_they
     assert head.facts["embed_scale"] is None
     assert head.embed_scale == 1.0
     assert len(told) == 1
-    assert "Qwen3ForCausalLM: the first block reads no multiple" in told[0]
+    assert "Qwen3ForCausalLM: the first block reads something other than a multiple" in told[0]
 
 
 def test_a_run_begun_on_raw_rows_does_not_go_on_with_scaled_ones(tmp_path: Path) -> None:
