@@ -58,9 +58,9 @@ def environment(fla: str = NEW) -> dict[str, str]:
 
 def sees(packages: Path) -> dict[str, str]:
     """Return environment variables for a subprocess that shall see the packages in a directory, tools and sources."""
-    tools = Path(__file__).resolve().parent
-    root = tools.parents[1]
-    path = [str(packages), str(tools), str(root), str(root / "trainer")]
+    root = Path(__file__).resolve().parents[2]
+    tools = (root / "tools" / name for name in ("bench", "demo", "targets", "faults"))
+    path = map(str, (packages, *tools, root, root / "trainer"))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
