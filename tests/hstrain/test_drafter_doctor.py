@@ -14,7 +14,7 @@ import pytest
 import torch
 from hstrain.doctor import EFFECTS, Fact, diagnose
 from hstrain.drafter.model import Drafter
-from hstrain.exchange.export import export_speculators, export_zlab
+from hstrain.exchange.export import export_drafter
 from hstrain.live import target as live_target
 from hstrain.run.checkpoint import load_drafter
 from hstrain.train.fit import fit
@@ -158,7 +158,9 @@ def test_a_released_folder_says_less_and_is_compared_where_it_does(
     hstrain: Any, run: Path, little: Little, tmp_path: Path
 ) -> None:
     drafter, _ = load_drafter(run)
-    export_zlab(drafter, load_head(little.path / "target"), tmp_path / "zlab", provenance={"target": "little"})
+    export_drafter(
+        "zlab", drafter, load_head(little.path / "target"), tmp_path / "zlab", provenance={"target": "little"}
+    )
     facts = diagnose(tmp_path / "zlab", little.path)
     assert differing(facts) == []
     assert by_name(facts, "target weights").trained is None
@@ -200,9 +202,9 @@ def alike(run: Path, kind: str) -> Drafter:
 def released(request: pytest.FixtureRequest, run: Path, little: Little, tmp_path: Path) -> Path:
     head, out = load_head(little.path / "target"), tmp_path / "released"
     if request.param == "zlab":
-        export_zlab(load_drafter(run)[0], head, out, provenance={"target": "little"})
+        export_drafter("zlab", load_drafter(run)[0], head, out, provenance={"target": "little"})
     else:
-        export_speculators(alike(run, "sliding_attention"), head, out, provenance={"target": "little"})
+        export_drafter("speculators", alike(run, "sliding_attention"), head, out, provenance={"target": "little"})
     return out
 
 
@@ -219,7 +221,9 @@ def test_layers_that_vllm_makes_causal_against_training_are_a_finding(
     hstrain: Any, run: Path, little: Little, tmp_path: Path, kind: str, flag: bool | None, served: str
 ) -> None:
     out = tmp_path / "out"
-    export_speculators(alike(run, kind), load_head(little.path / "target"), out, provenance={"target": "little"})
+    export_drafter(
+        "speculators", alike(run, kind), load_head(little.path / "target"), out, provenance={"target": "little"}
+    )
     config = json.loads((out / "config.json").read_text())
     config["sliding_window_non_causal"] = flag
     if flag is None:
@@ -264,7 +268,9 @@ def test_other_weights_that_a_released_drafter_carries_are_a_finding(
     hstrain: Any, run: Path, little: Little, tmp_path: Path
 ) -> None:
     head = load_head(little.path / "target")
-    export_speculators(alike(run, "sliding_attention"), head, tmp_path / "out", provenance={"target": "little"})
+    export_drafter(
+        "speculators", alike(run, "sliding_attention"), head, tmp_path / "out", provenance={"target": "little"}
+    )
     weights = load_file(tmp_path / "out/model.safetensors")
     weights |= {"embed_tokens.weight": head.embed.clone(), "lm_head.weight": head.lm_head.clone()}
     weights["lm_head.weight"][3] += 1
@@ -277,7 +283,9 @@ def test_other_weights_that_a_released_drafter_carries_are_a_finding(
 
 def test_other_logits_and_another_scale_of_embeddings_are_findings(run: Path, little: Little, tmp_path: Path) -> None:
     drafter, _ = load_drafter(run)
-    export_zlab(drafter, load_head(little.path / "target"), tmp_path / "zlab", provenance={"target": "little"})
+    export_drafter(
+        "zlab", drafter, load_head(little.path / "target"), tmp_path / "zlab", provenance={"target": "little"}
+    )
     says = {**SAYS, "head": {"scale": 1.0, "softcap": 30.0}, "embed_scale": 8.0}
     store = training_store(tmp_path / "store", says=says).path
     facts = diagnose(tmp_path / "zlab", store)

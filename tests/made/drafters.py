@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from hstrain.drafter.model import Drafter, DrafterConfig, initialise
-from hstrain.exchange.export import export_speculators, export_zlab
 from safetensors.torch import load_file, save_file
 
 from hscache.store.head import TargetHead
 
-EXPORTS = {"zlab": export_zlab, "speculators": export_speculators}
 Change = Callable[[dict[str, Any]], object]
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = {"full": (FULL, FULL), "sliding": (SLIDING, SLIDING), "mixed": (SLIDING, FULL, SLIDING)}

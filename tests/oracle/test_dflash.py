@@ -18,7 +18,7 @@ from hstrain.data.anchors import slot_tokens
 from hstrain.drafter.attention import Blocks
 from hstrain.drafter.losses import Head, SlotTargets, head_loss
 from hstrain.drafter.model import Drafter, block_inputs, initialise
-from hstrain.exchange.export import export_zlab
+from hstrain.exchange.export import export_drafter
 from hstrain.exchange.importer import read_checkpoint
 from hstrain.live.decode import Draft, decode
 from hstrain.live.target import Sampling, open_target
@@ -53,7 +53,7 @@ def ours(
 @pytest.mark.parametrize("kind", drafters.KINDS)
 def test_dflash_computes_the_same_blocks(dflash: Any, tmp_path: Path, kind: str, rope_theta: float) -> None:
     drafter, head = drafters.drafter(kind, rope_theta=rope_theta), drafters.head()
-    export_zlab(drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32")
+    export_drafter("zlab", drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32")
     theirs = dflash.DFlashDraftModel.from_pretrained(tmp_path / "out").eval()
     assert theirs.dtype == torch.float32
     assert (theirs.target_layer_ids, theirs.block_size, theirs.mask_token_id) == ([0, 1, 2], 8, 7)
@@ -78,7 +78,7 @@ def test_dflash_computes_the_same_blocks(dflash: Any, tmp_path: Path, kind: str,
 def test_dflash_multiplies_the_rows_of_the_embedding_as_we_do(dflash: Any, tmp_path: Path, scale: float) -> None:
     """Its target multiplies too, as Gemma's embedding does: dflash takes the raw rows, and the factor of our export."""
     drafter, head = drafters.drafter(embed_scale=scale), drafters.head()
-    export_zlab(drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32")
+    export_drafter("zlab", drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32")
     theirs = dflash.DFlashDraftModel.from_pretrained(tmp_path / "out")
 
     class Scaled(torch.nn.Embedding):
@@ -107,7 +107,7 @@ def test_the_window_matters_in_these_tests() -> None:
 @pytest.mark.parametrize(("scale", "softcap"), [(0.25, None), (1.0, 5.0)])
 def test_dflash_makes_logits_as_the_target_does(dflash: Any, tmp_path: Path, scale: float, softcap: Any) -> None:
     head = drafters.head(scale=scale, softcap=softcap)
-    export_zlab(drafters.drafter(), head, tmp_path / "out", provenance=FACTS, dtype="float32")
+    export_drafter("zlab", drafters.drafter(), head, tmp_path / "out", provenance=FACTS, dtype="float32")
     theirs = dflash.DFlashDraftModel.from_pretrained(tmp_path / "out")
     lm_head, hidden = torch.nn.Linear(64, 512, bias=False), torch.randn(5, 64)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_dflash_makes_logits_as_the_target_does(dflash: Any, tmp_path: Path, sca
 
 def test_a_checkpoint_that_dflash_wrote_is_read(dflash: Any, tmp_path: Path) -> None:
     drafter, head = drafters.drafter("mixed"), drafters.head()
-    export_zlab(drafter, head, tmp_path / "ours", provenance=FACTS, dtype="float32")
+    export_drafter("zlab", drafter, head, tmp_path / "ours", provenance=FACTS, dtype="float32")
     theirs = dflash.DFlashDraftModel.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
     assert (tmp_path / "theirs/model.safetensors.index.json").exists()
@@ -162,7 +162,7 @@ def test_dflash_decodes_with_our_export_as_the_cache_foretells(dflash: Any, tmp_
     )
     drafter = drafters.drafter(kind)
     learn(drafter, states_TLH, text_T, head, prompt, steps=30)
-    export_zlab(drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32")
+    export_drafter("zlab", drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32")
     found = generate(dflash, tmp_path / "out", target, ids, max_new_tokens=60)
     assert torch.equal(found.output_ids[0], text_T)
 

@@ -34,7 +34,7 @@ from hstrain.data.anchors import anchor_candidates, slot_tokens
 from hstrain.drafter.attention import Blocks
 from hstrain.drafter.losses import BlockLoss, Head, SlotTargets, head_loss
 from hstrain.drafter.model import Drafter, block_inputs
-from hstrain.exchange.export import export_speculators, export_zlab
+from hstrain.exchange.export import export_drafter
 from hstrain.exchange.importer import read_checkpoint
 from torch import Tensor
 
@@ -125,7 +125,9 @@ def pair(speculators: Any, target_folder: Path, case: Case, tmp_path: Path) -> A
         if kind == "mixed":
             written = Drafter(replace(drafter.config, layer_types=(drafters.SLIDING,) * len(types)))
             written.load_state_dict(drafter.state_dict())
-        export_speculators(written, case.head, folder, provenance={"target": str(target_folder)}, dtype="float32")
+        export_drafter(
+            "speculators", written, case.head, folder, provenance={"target": str(target_folder)}, dtype="float32"
+        )
         content = json.loads((folder / "config.json").read_text())
         content["transformer_layer_config"]["layer_types"] = types
         (folder / "config.json").write_text(json.dumps(content))
@@ -360,7 +362,9 @@ def test_speculators_own_converter_reads_our_zlab_export(
     from speculators.convert.dflash.converter import DFlashConverter
 
     drafter = drafters.drafter("full")
-    export_zlab(drafter, case.head, tmp_path / "ours", provenance={"target": str(target_folder)}, dtype="float32")
+    export_drafter(
+        "zlab", drafter, case.head, tmp_path / "ours", provenance={"target": str(target_folder)}, dtype="float32"
+    )
     with warnings.catch_warnings(action="ignore"):
         DFlashConverter().convert(tmp_path / "ours", tmp_path / "converted", str(target_folder), validate=False)
     read, _ = read_checkpoint(tmp_path / "converted", case.head)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from hstrain.drafter.attention import Blocks
 from hstrain.drafter.model import DrafterConfig
-from hstrain.exchange.export import export_speculators, export_zlab
+from hstrain.exchange.export import export_drafter
 from hstrain.exchange.importer import read_checkpoint
 
 from hscache.errors import ConfigError
@@ -30,7 +30,7 @@ def config(layers: list[str]) -> DrafterConfig:
 
 def written(layers: list[str], layout: str, folder: Path) -> dict[str, Any]:
     drafter = drafters.drafter(layer_types=tuple(layers), sliding_window=11 if SLIDING in layers else None)
-    {"zlab": export_zlab, "speculators": export_speculators}[layout](drafter, drafters.head(), folder, provenance=FACTS)
+    export_drafter(layout, drafter, drafters.head(), folder, provenance=FACTS)
     return dict(json.loads((folder / "config.json").read_text()))
 
 

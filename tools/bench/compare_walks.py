@@ -139,12 +139,12 @@ def open_peer(
     """Return a function that gives the acceptance lengths of dflash's own decoding of a prompt, for so many tokens."""
     import oracle_env
     from dflash_peer import generate
-    from hstrain.exchange.export import export_zlab
+    from hstrain.exchange.export import export_drafter
 
     oracle_env.import_oracles()
     import dflash.model
 
-    export_zlab(drafter, head, folder, provenance={"target": "compared"}, dtype="float32")
+    export_drafter("zlab", drafter, head, folder, provenance={"target": "compared"}, dtype="float32")
 
     def lengths(prompt: list[int], tokens: int) -> list[int]:
         # room for a whole block behind the last token: dflash shortens its blocks towards the end, and drafts otherwise

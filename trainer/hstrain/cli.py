@@ -289,7 +289,7 @@ def export(
     from dataclasses import asdict
 
     from hscache.store.index import read_manifest
-    from hstrain.exchange.export import export_speculators, export_zlab
+    from hstrain.exchange.export import export_drafter
     from hstrain.exchange.importer import open_drafter
 
     head = _head(store)
@@ -299,8 +299,7 @@ def export(
     named = provenance["store"]["target"] if provenance else facts["imported"].verifier
     target = named or read_manifest(store)["manifest"]["target"]["path"]
     card = {"target": target, "checkpoint": facts["path"], **provenance}
-    write = export_zlab if format_ == "zlab" else export_speculators
-    done = write(drafter, head, out, provenance=card, dtype=dtype)
+    done = export_drafter(format_, drafter, head, out, provenance=card, dtype=dtype)
     if json:
         emit_json({**asdict(done), "path": str(done.path)})
     say(f"{out}: {done.layout} layout, {done.parameters:,} parameters, {size(done.size_bytes)}; read back and compared")

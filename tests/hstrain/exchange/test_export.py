@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from hstrain.exchange import export
-from hstrain.exchange.export import export_speculators, export_zlab
+from hstrain.exchange.export import export_drafter
 from hstrain.exchange.importer import open_drafter, read_checkpoint
 from safetensors.torch import load_file
 
 from hscache.errors import ConfigError, ConflictError, IntegrityError
 from tests.made import drafters
-from tests.made.drafters import EXPORTS
 
+LAYOUTS = ("zlab", "speculators")
 FACTS = {"target": "some/target", "store": "5d1c", "kernel path": "none needed", "run": {"steps": 3}}
 
 
@@ -25,11 +25,11 @@ def read(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "config.json").read_text()))
 
 
-@pytest.mark.parametrize(("layout", "kind"), [*product(EXPORTS, ("full", "sliding")), ("zlab", "mixed")])
+@pytest.mark.parametrize(("layout", "kind"), [*product(LAYOUTS, ("full", "sliding")), ("zlab", "mixed")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_reads_back_bit_by_bit(tmp_path: Path, layout: str, dtype: Any, kind: str) -> None:
     drafter, head = drafters.drafter(kind), drafters.head()
-    done = EXPORTS[layout](drafter, head, tmp_path / "out", provenance=FACTS, dtype=dtype)
+    done = export_drafter(layout, drafter, head, tmp_path / "out", provenance=FACTS, dtype=dtype)
     again, facts = read_checkpoint(tmp_path / "out", head)
     assert again.config == drafter.config
     for name, tensor in drafter.state_dict().items():
@@ -44,7 +44,9 @@ def test_an_export_reads_back_bit_by_bit(tmp_path: Path, layout: str, dtype: Any
 
 def test_speculators_layout_needs_the_name_of_the_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        export_speculators(drafters.drafter("full"), drafters.head(), tmp_path / "out", provenance={"target": ""})
+        export_drafter(
+            "speculators", drafters.drafter("full"), drafters.head(), tmp_path / "out", provenance={"target": ""}
+        )
     assert refused.value.code == "export-unsupported"
     assert list(tmp_path.iterdir()) == []
 
@@ -52,13 +54,13 @@ def test_speculators_layout_needs_the_name_of_the_target(tmp_path: Path) -> None
 @pytest.mark.parametrize(("kind", "flag"), [("full", True), ("sliding", False)])
 def test_speculators_layout_has_one_flag_for_all_layers(tmp_path: Path, kind: str, flag: bool) -> None:
     """vLLM makes all layers causal where it is false: see tests/oracle/test_vllm.py."""
-    export_speculators(drafters.drafter(kind), drafters.head(), tmp_path / "out", provenance=FACTS)
+    export_drafter("speculators", drafters.drafter(kind), drafters.head(), tmp_path / "out", provenance=FACTS)
     assert read(tmp_path / "out")["sliding_window_non_causal"] is flag
 
 
 def test_sliding_and_full_layers_together_are_refused_in_speculators_layout(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        export_speculators(drafters.drafter("mixed"), drafters.head(), tmp_path / "out", provenance=FACTS)
+        export_drafter("speculators", drafters.drafter("mixed"), drafters.head(), tmp_path / "out", provenance=FACTS)
     assert refused.value.code == "export-unsupported"
     assert "2 of 3 layers are sliding" in refused.value.message
     assert "--format zlab" in str(refused.value.hint)
@@ -66,13 +68,15 @@ def test_sliding_and_full_layers_together_are_refused_in_speculators_layout(tmp_
 
 
 def test_the_taps_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    export_zlab(drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
+    export_drafter("zlab", drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
     open_drafter(tmp_path / "out", drafters.head())
     assert "taps [0, 1, 2]" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_zlab_says_where_every_reader_looks(tmp_path: Path) -> None:
-    export_zlab(drafters.drafter("mixed"), drafters.head(scale=0.5, softcap=30.0), tmp_path / "out", provenance=FACTS)
+    export_drafter(
+        "zlab", drafters.drafter("mixed"), drafters.head(scale=0.5, softcap=30.0), tmp_path / "out", provenance=FACTS
+    )
     config = read(tmp_path / "out")
     assert config["architectures"] == ["DFlashDraftModel"]
     assert (config["model_type"], config["block_size"], config["num_target_layers"]) == ("qwen3", 8, 4)
@@ -87,7 +91,7 @@ def test_zlab_says_where_every_reader_looks(tmp_path: Path) -> None:
 
 
 def test_speculators_counts_taps_from_one_and_leaves_the_targets_weights_out(tmp_path: Path) -> None:
-    export_speculators(drafters.drafter("full"), drafters.head(), tmp_path / "out", provenance=FACTS)
+    export_drafter("speculators", drafters.drafter("full"), drafters.head(), tmp_path / "out", provenance=FACTS)
     config = read(tmp_path / "out")
     assert config["aux_hidden_state_layer_ids"] == [1, 2, 3]
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
@@ -98,9 +102,9 @@ def test_speculators_counts_taps_from_one_and_leaves_the_targets_weights_out(tmp
     assert load_file(tmp_path / "out/model.safetensors").keys() == drafters.drafter("full").state_dict().keys()
 
 
-@pytest.mark.parametrize("layout", EXPORTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_card_says_what_it_is_how_to_serve_it_and_where_it_comes_from(tmp_path: Path, layout: str) -> None:
-    EXPORTS[layout](drafters.drafter("sliding"), drafters.head(), tmp_path / "out", provenance=FACTS)
+    export_drafter(layout, drafters.drafter("sliding"), drafters.head(), tmp_path / "out", provenance=FACTS)
     card = (tmp_path / "out/README.md").read_text()
     for text in ("some/target", "5d1c", "none needed", '{"steps": 3}', "[0, 1, 2]", "vllm serve", "window 11 tokens"):
         assert text in card, text
@@ -110,40 +114,42 @@ def test_the_card_says_what_it_is_how_to_serve_it_and_where_it_comes_from(tmp_pa
 def test_an_export_never_replaces_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ConflictError) as caught:
-        export_zlab(drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
+        export_drafter("zlab", drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
     assert caught.value.code == "export-exists"
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("layout", EXPORTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_tap_at_the_last_block_is_refused(tmp_path: Path, layout: str) -> None:
     drafter = drafters.drafter("full", taps=(0, 1, 3))
     with pytest.raises(ConfigError) as caught:
-        EXPORTS[layout](drafter, drafters.head(), tmp_path / "out", provenance=FACTS)
+        export_drafter(layout, drafter, drafters.head(), tmp_path / "out", provenance=FACTS)
     assert caught.value.code == "export-unsupported"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_speculators_cannot_say_that_logits_are_capped(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        export_speculators(drafters.drafter("full"), drafters.head(softcap=30.0), tmp_path / "out", provenance=FACTS)
+        export_drafter(
+            "speculators", drafters.drafter("full"), drafters.head(softcap=30.0), tmp_path / "out", provenance=FACTS
+        )
     assert caught.value.code == "export-unsupported"
 
 
 def test_the_scale_of_the_embedding_goes_out_and_comes_back(tmp_path: Path) -> None:
     drafter, head = drafters.drafter("full", embed_scale=59.75), drafters.head()
     head.facts["embed_scale"] = 59.75
-    export_zlab(drafter, head, tmp_path / "out", provenance=FACTS)
+    export_drafter("zlab", drafter, head, tmp_path / "out", provenance=FACTS)
     assert read(tmp_path / "out")["dflash_config"]["input_embedding_scale"] == 59.75
     assert read_checkpoint(tmp_path / "out", head)[0].config == drafter.config
     assert "the embedding's rows times 59.75" in (tmp_path / "out/README.md").read_text()
     with pytest.raises(ConfigError) as caught:
-        export_speculators(drafter, head, tmp_path / "theirs", provenance=FACTS)
+        export_drafter("speculators", drafter, head, tmp_path / "theirs", provenance=FACTS)
     assert caught.value.code == "export-unsupported"
 
 
 def test_without_a_scale_the_rows_are_read_as_they_are_and_a_note_says_so(tmp_path: Path) -> None:
-    export_zlab(drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
+    export_drafter("zlab", drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
     assert "input_embedding_scale" not in (tmp_path / "out/config.json").read_text()
     assert "times" not in (tmp_path / "out/README.md").read_text()
     head = drafters.head()
@@ -167,6 +173,6 @@ def test_what_reads_back_as_another_drafter_gets_no_name(
 
     monkeypatch.setattr(export, "read_checkpoint", wrong)
     with pytest.raises(IntegrityError) as caught:
-        export_zlab(drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
+        export_drafter("zlab", drafters.drafter(), drafters.head(), tmp_path / "out", provenance=FACTS)
     assert caught.value.code == "export-differs"
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hstrain.drafter.model import DrafterConfig
 from hstrain.exchange import importer
+from hstrain.exchange.export import export_drafter
 from hstrain.exchange.importer import read_checkpoint
 from hstrain.exchange.layouts import Layout, read_config, speculators_config, zlab_config
 from hstrain.manifest import TrainManifest, drafter_config, drafter_in, load_train_manifest, tuning_manifest
@@ -32,7 +33,7 @@ from hscache.manifest import check_fields, to_toml
 from hscache.store.head import TargetHead, load_head
 from tests.hstrain.train.test_fit import Killed, die, during_step, last, metrics, same_checkpoint, terminate
 from tests.made import drafters
-from tests.made.drafters import EXPORTS, Change
+from tests.made.drafters import Change
 from tests.made.hybrid import Hybrid
 from tests.made.stores import HIDDEN, VOCAB, Little
 from tests.made.trainers import SHAPE, little_config, little_drafter, train_manifest, training_store
@@ -59,7 +60,7 @@ def release(little: Little, tmp_path: Path) -> Callable[..., Path]:
         folder = tmp_path / f"released-{len(list(tmp_path.iterdir()))}"
         drafter = little_drafter(dataclasses.replace(little_config(taps=TAPS), **shape), seed)
         head = load_head(little.path / "target")
-        EXPORTS[layout](drafter, head, folder, provenance={"target": "little"}, dtype="float32")
+        export_drafter(layout, drafter, head, folder, provenance={"target": "little"}, dtype="float32")
         return drafters.rewrite(folder, config, weights)
 
     return run

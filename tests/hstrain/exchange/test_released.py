@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hstrain.exchange.export import export_drafter
 from hstrain.exchange.importer import read_checkpoint
 from safetensors.torch import load_file, save_file
 
 from hscache.errors import HscacheError, IntegrityError
 from tests.made import drafters
-from tests.made.drafters import EXPORTS, Change
+from tests.made.drafters import Change
 
 FACTS = {"target": "some/target", "store": "5d1c", "kernel path": "none needed", "run": {"steps": 3}}
 
@@ -34,7 +35,7 @@ def change(tmp_path: Path) -> Callable[..., Path]:
         weights: Change | None = None,
     ) -> Path:
         folder = tmp_path / f"theirs-{len(list(tmp_path.iterdir()))}"
-        EXPORTS[layout](drafters.drafter(kind), drafters.head(), folder, provenance=FACTS, dtype="float32")
+        export_drafter(layout, drafters.drafter(kind), drafters.head(), folder, provenance=FACTS, dtype="float32")
         return drafters.rewrite(folder, config, weights)
 
     return run

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hstrain.score.ddtree import Tree, accepted, accepted_lengths, best_first
+from hstrain.score.ddtree import Tree, accepted_lengths, best_first
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,7 +55,6 @@ def test_the_nodes_are_the_best_prefixes(block, size):
     assert len(set(spelled)) == len(spelled) == min(size, len(every))
     np.testing.assert_allclose(tree.scores, [every[tokens] for tokens in spelled], atol=1e-9)
     np.testing.assert_allclose(tree.scores, sorted(every.values(), reverse=True)[: len(tree)], atol=1e-9)
-    assert tree.slots.tolist() == [len(tokens) for tokens in spelled]
 
 
 @given(blocks(), st.integers(1, 70))
@@ -63,8 +62,8 @@ def test_a_tree_is_closed_and_begins_with_every_smaller_tree(block, size):
     tree = best_first(*block, size)
     assert all(parent < node for node, parent in enumerate(tree.parents.tolist()))
     smaller = best_first(*block, max(1, size // 2))
-    for name in ("parents", "slots", "tokens", "scores"):
-        assert getattr(smaller, name).tolist() == getattr(tree.first(len(smaller)), name).tolist()
+    for name in ("parents", "tokens", "scores"):
+        assert getattr(smaller, name).tolist() == getattr(tree, name).tolist()[: len(smaller)]
 
 
 @given(blocks(), st.data())
@@ -77,7 +76,7 @@ def test_what_is_accepted_is_the_longest_prefix_inside(block, data):
         tree = best_first(ids, logprobs, size)
         inside = set(continuations(tree))
         lengths.append(max((d for d in range(1, len(truth) + 1) if tuple(truth[:d]) in inside), default=0))
-        assert accepted(tree, truth) == lengths[-1]
+        assert len(tree.path(truth)) == lengths[-1]
     assert lengths == sorted(lengths)
     assert accepted_lengths(ids[None], logprobs[None], [truth], sizes).tolist() == [lengths]
 
@@ -96,9 +95,9 @@ def test_one_node_more_than_the_greedy_chain():
     logprobs, ids = logits.log_softmax(-1).sort(descending=True, stable=True)
     tree = best_first(ids, logprobs, 5)
     assert sorted(continuations(tree)) == [(4,), (4, 1), (4, 1, 2), (4, 5), (4, 5, 2)]
-    assert accepted(tree, [4, 5, 2]) == 3
-    assert accepted(tree, [4, 5, 3]) == 2
-    assert accepted(tree, [3, 5, 2]) == 0
+    assert len(tree.path([4, 5, 2])) == 3
+    assert len(tree.path([4, 5, 3])) == 2
+    assert len(tree.path([3, 5, 2])) == 0
 
 
 def test_tokens_beyond_a_sample_are_never_accepted():
@@ -110,4 +109,4 @@ def test_tokens_beyond_a_sample_are_never_accepted():
 def test_nothing_to_draft_is_an_empty_tree(shape):
     tree = best_first(np.zeros(shape, int), np.zeros(shape), 8)
     assert len(tree) == 0
-    assert accepted(tree, [1, 2]) == 0
+    assert len(tree.path([1, 2])) == 0

@@ -13,7 +13,7 @@ import torch
 from hstrain.data.packs import split
 from hstrain.drafter.losses import Head
 from hstrain.drafter.model import Drafter, DrafterConfig
-from hstrain.exchange.export import export_zlab
+from hstrain.exchange.export import export_drafter
 from hstrain.run.checkpoint import load_drafter
 from hstrain.score.ddtree import SIZES
 from hstrain.score.report import evaluate, print_evaluation
@@ -65,7 +65,7 @@ def zlab(run: Path, little: Little, folder: Path) -> Path:
     """The run's drafter in float32, as others keep it."""
     drafter, _ = load_drafter(run)
     head = load_head(little.path / "target")
-    export_zlab(drafter, head, folder / "zlab", provenance={"target": "little"}, dtype="float32")
+    export_drafter("zlab", drafter, head, folder / "zlab", provenance={"target": "little"}, dtype="float32")
     return folder / "zlab"
 
 
@@ -386,6 +386,6 @@ def test_a_drafter_of_another_width_is_refused_before_anything_is_computed(littl
     wide = {name: torch.randn(VOCAB, 16) for name in ("embed", "lm_head")}
     facts = {"head": {"scale": 1.0, "softcap": None}, "shape": {**SHAPE, "hidden_size": 16}}
     head = TargetHead(**wide, norm=head_weights()["norm"], facts=facts)
-    export_zlab(Drafter(config), head, tmp_path / "wide", provenance={"target": "wide"})
+    export_drafter("zlab", Drafter(config), head, tmp_path / "wide", provenance={"target": "wide"})
     refused = refusal([tmp_path / "wide"], [little.path], held_out=1)
     assert (refused.code, refused.exit_code) == ("drafter-other-target", 2)

@@ -50,12 +50,23 @@ class Exported:
     size_bytes: int
 
 
-def export_zlab(
-    drafter: Drafter, head: TargetHead, out: Path, *, provenance: Mapping[str, Any], dtype: Dtype = "bfloat16"
+def export_drafter(
+    layout: Layout,
+    drafter: Drafter,
+    head: TargetHead,
+    out: Path,
+    *,
+    provenance: Mapping[str, Any],
+    dtype: Dtype = "bfloat16",
 ) -> Exported:
-    """Write a drafter in z-lab's layout, which SGLang, vLLM and the dflash package read.
+    """Write a drafter in a layout that serving engines read.
+
+    SGLang, vLLM and the dflash package read ``zlab``; vLLM and speculators 0.9 read ``speculators``. Neither has the
+    target's embedding and head. Readers of ``speculators`` take them from the target that the config names,
+    ``provenance["target"]``.
 
     Args:
+        layout: The layout.
         drafter: The drafter, of any float type, on any device.
         head: Head of its target.
         out: Folder to write; must not exist.
@@ -63,46 +74,15 @@ def export_zlab(
         dtype: Type of the weights in the file.
 
     Raises:
-        ConfigError: ``export-unsupported`` when the layout cannot express the drafter.
+        ConfigError: ``export-unsupported`` when the layout cannot express the drafter; for ``speculators`` also without
+            a name of the target, and for a mix of sliding and full layers.
         ConflictError: ``export-exists``.
         IntegrityError: ``export-differs`` when the folder reads back as another drafter; it is removed.
         EnvironmentFault: ``disk-full``, ``disk-error``.
     """
-    return _export("zlab", zlab_config(drafter.config, head, dtype), drafter, head, out, provenance, dtype)
-
-
-def export_speculators(
-    drafter: Drafter, head: TargetHead, out: Path, *, provenance: Mapping[str, Any], dtype: Dtype = "bfloat16"
-) -> Exported:
-    """Write a drafter in the layout of speculators 0.9, which vLLM also reads; see :func:`export_zlab`.
-
-    The target's embedding and head are left out, as that package leaves them out for drafters of the whole vocabulary:
-    readers take them from the target that the config names, ``provenance["target"]``.
-
-    Raises:
-        ConfigError: ``export-unsupported`` also without a name of the target, and for a mix of sliding and full layers.
-    """
-    if not provenance["target"]:
-        raise ConfigError(
-            "export-unsupported",
-            f"{out}: the target's name is missing; readers of speculators' layout take embedding and head from it",
-            hint="export in z-lab's layout: --format zlab",
-        )
-    config = speculators_config(drafter.config, head, dtype, str(provenance["target"]))
-    return _export("speculators", config, drafter, head, out, provenance, dtype)
-
-
-def _export(
-    layout: Layout,
-    config: Mapping[str, Any],
-    drafter: Drafter,
-    head: TargetHead,
-    out: Path,
-    provenance: Mapping[str, Any],
-    dtype: Dtype,
-) -> Exported:
     from safetensors.torch import save
 
+    config = _config(layout, drafter.config, head, out, provenance["target"], dtype)
     if out.exists():
         raise ConflictError("export-exists", f"{out} exists already", hint="give another folder")
     weights = {
@@ -129,6 +109,20 @@ def _export(
             with suppress(OSError):  # not empty: another process exports to the same path
                 staging.rmdir()
     return Exported(out, layout, dtype, sum(tensor.numel() for tensor in weights.values()), size_bytes)
+
+
+def _config(
+    layout: Layout, drafter: DrafterConfig, head: TargetHead, out: Path, target: object, dtype: Dtype
+) -> dict[str, Any]:
+    if layout == "zlab":
+        return zlab_config(drafter, head, dtype)
+    if not target:
+        raise ConfigError(
+            "export-unsupported",
+            f"{out}: the target's name is missing; readers of speculators' layout take embedding and head from it",
+            hint="export in z-lab's layout: --format zlab",
+        )
+    return speculators_config(drafter, head, dtype, str(target))
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

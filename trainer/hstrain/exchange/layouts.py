@@ -232,9 +232,7 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
     for place in places:
         _refuse_other(path, place)
     if unknown := sorted(nested.keys() - _NESTED - _NEUTRAL.keys()):
-        raise InputError(
-            "drafter-unsupported", f"{path}: dflash_config has {unknown}, which this version does not implement"
-        )
+        raise InputError("drafter-unsupported", f"{path}: dflash_config has {unknown}, which are not implemented")
     filled = _as_transformers_reads(path, qwen3)
     notes = [f"{key} = {getattr(filled, key)} (absent: transformers' default)" for key in _SHAPE if key not in qwen3]
     if getattr(filled, "attention_dropout", 0):

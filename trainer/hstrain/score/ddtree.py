@@ -34,22 +34,16 @@ class Tree:
 
     Attributes:
         parents: int64 [N] index of the parent; -1 for children of the root.
-        slots: int64 [N] slot that the node fills, 1 ... B - 1: its depth below the root.
         tokens: int64 [N] token ids.
         scores: float64 [N] sum of the log-probabilities from the root to the node.
     """
 
     parents: NDArray[np.int64]
-    slots: NDArray[np.int64]
     tokens: NDArray[np.int64]
     scores: NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.parents)
-
-    def first(self, n: int) -> Tree:
-        """Return the best tree of at most n nodes."""
-        return Tree(self.parents[:n], self.slots[:n], self.tokens[:n], self.scores[:n])
 
     def path(self, continuation: Sequence[int]) -> list[int]:
         """Return the nodes of the longest prefix of a continuation that the tree holds."""
@@ -74,7 +68,7 @@ def best_first(ids: Any, logprobs: Any, size: int) -> Tree:
     """
     slot_logprobs, slot_ids = np.asarray(logprobs, np.float64).tolist(), np.asarray(ids).tolist()
     slots = len(slot_ids)
-    nodes: list[tuple[int, int, int, float]] = []
+    nodes: list[tuple[int, int, float]] = []
     # equal scores are ordered by the time of the push, so that the input alone decides the tree
     heap: list[tuple[float, int, int, int, int, float]] = []
     if slots and slot_ids[0]:
@@ -82,23 +76,15 @@ def best_first(ids: Any, logprobs: Any, size: int) -> Tree:
     pushed = 1
     while heap and len(nodes) < size:
         cost, _, parent, slot, rank, above = heappop(heap)
-        nodes.append((parent, slot + 1, slot_ids[slot][rank], -cost))
+        nodes.append((parent, slot_ids[slot][rank], -cost))
         if rank + 1 < len(slot_ids[slot]):
             sibling = -(above + slot_logprobs[slot][rank + 1])
             heappush(heap, (sibling, pushed, parent, slot, rank + 1, above))
         if slot + 1 < slots:
             heappush(heap, (cost - slot_logprobs[slot + 1][0], pushed + 1, len(nodes) - 1, slot + 1, 0, -cost))
         pushed += 2
-    columns = zip(*nodes, strict=True) if nodes else ((), (), (), ())
-    parents, depths, tokens, scores = columns
-    return Tree(
-        np.array(parents, np.int64), np.array(depths, np.int64), np.array(tokens, np.int64), np.array(scores, float)
-    )
-
-
-def accepted(tree: Tree, continuation: Sequence[int]) -> int:
-    """Return how many leading tokens of the true continuation the tree holds, 0 ... B - 1, without the bonus token."""
-    return len(tree.path(continuation))
+    parents, tokens, scores = zip(*nodes, strict=True) if nodes else ((), (), ())
+    return Tree(np.array(parents, np.int64), np.array(tokens, np.int64), np.array(scores, float))
 
 
 def accepted_lengths(ids: Any, logprobs: Any, continuations: Any, sizes: Sequence[int] = SIZES) -> NDArray[np.int64]:

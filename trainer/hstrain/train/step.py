@@ -240,8 +240,6 @@ def _counts(result: BlockLoss, bad: int) -> Tensor:
 
 def settled(manifest: TrainManifest, device: torch.device) -> TrainManifest:
     """Return a manifest in which the precision ``auto`` is replaced by the one that suits the device."""
-    if manifest.run.precision != "auto":
-        return manifest
     return with_precision(manifest, {"bfloat16": "bf16", "float32": "fp32"}[pick_dtype("auto", device)])
 
 
