@@ -2,9 +2,9 @@
 
 ::
 
-    path -> detect_format -> read_corpus -> CorpusRow, CorpusRow, ...  -> plan
+    path -> detect_format -> read_corpus -> Sample | Reject, ...  -> plan
 
-A row that cannot be read becomes a :class:`hscache.rows.CorpusRow` with a reason, so that row numbers stay those of the
+A row that cannot be read becomes a :class:`hscache.rows.Reject` with a reason, so that row numbers stay those of the
 file. A file that ends in the middle of a record gives its good rows; the last row says at which byte the file ends.
 """
 
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hscache.errors import InputError
-from hscache.rows import CorpusRow
+from hscache.rows import Reject, Sample, content_digest, count_supervised
 
 _ID_COLUMNS = ("sample_id", "id", "primary_id", "uuid")
 _BATCH_ROWS = 256
@@ -65,7 +65,7 @@ def detect_format(path: Path) -> str:
     )
 
 
-def read_corpus(path: Path) -> Iterator[CorpusRow]:
+def read_corpus(path: Path) -> Iterator[Sample | Reject]:
     """Stream a tokenized corpus.
 
     Args:
@@ -128,12 +128,12 @@ def _read_lines(path: Path) -> Iterator[tuple[int, bytes, str]]:
             offset += len(line)
 
 
-def _jsonl_rows(path: Path) -> Iterator[CorpusRow]:
+def _jsonl_rows(path: Path) -> Iterator[Sample | Reject]:
     id_column: str | None = None
     checked = False
     for row, value, fault in read_jsonl(path):
         if value is None:
-            yield CorpusRow(row, reason="bad-json", detail=fault)
+            yield Reject(row, "", "bad-json", fault)
             continue
         if not checked:
             _require_columns(path, value)
@@ -177,7 +177,7 @@ def _sound(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _arrow_batches(path: Path, kind: str) -> tuple[Iterable[pa.RecordBatch], list[str]]:
-    wanted = ["input_ids", "loss_mask", "tag", *_ID_COLUMNS]
+    wanted = ["input_ids", "loss_mask", "tag", "finish_reason", *_ID_COLUMNS]
     if kind == "parquet":
         file = open_parquet(path)
         names = file.schema_arrow.names
@@ -234,24 +234,36 @@ def _require_columns(path: Path, names: Iterable[str]) -> None:
         )
 
 
-def _row(row: int, value: Mapping[str, Any], id_column: str | None) -> CorpusRow:
-    sample_id = value.get(id_column) if id_column else None
-    name = "" if sample_id is None else str(sample_id)
-    tag = None if value.get("tag") is None else str(value["tag"])
+def _row(row: int, value: Mapping[str, Any], id_column: str | None) -> Sample | Reject:
+    sample_id = _text(value.get(id_column)) if id_column else None
+    name, tag = sample_id or "", _text(value.get("tag"))
     try:
         ids = _whole_numbers(value.get("input_ids"), "input_ids")
         mask = _whole_numbers(value.get("loss_mask"), "loss_mask")
     except ValueError as error:
-        return CorpusRow(row, name, tag=tag, reason="bad-row", detail=str(error))
-    # ids that exceed int32 and masks that exceed uint8 must stay recognisable as wrong, not wrap around
-    ids32 = np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32)
-    mask8 = np.where((mask < 0) | (mask > 1), 2, mask).astype(np.uint8)
-    return CorpusRow(row, name, ids32, mask8, tag)
+        return Reject(row, name, "bad-row", str(error), tag)
+    most = np.iinfo(np.int32).max
+    low, high, other = ids < 0, ids > most, (mask < 0) | (mask > 1)
+    ids32, mask8 = ids.astype(np.int32), mask.astype(np.uint8)
+    if len(ids) != len(mask):
+        reason, detail = "length-mismatch", f"{len(ids)} ids, {len(mask)} mask entries"
+    elif other.any():
+        reason, detail = "bad-mask", f"loss_mask holds {mask[other][0]}, expected 0 or 1"
+    elif (outside := low | high).any():
+        reason, detail = "ids-out-of-vocab", f"input_ids holds {ids[outside][0]}, expected token ids"
+    else:
+        return Sample(row, name, ids32, mask8, tag, _text(value.get("finish_reason")))
+    ids32[low], ids32[high], mask8[other] = -1, most, 2  # must not wrap around to numbers that a good row could hold
+    return Reject(row, name, reason, detail, tag, len(ids), count_supervised(mask8), content_digest(ids32, mask8))
 
 
-def _whole_numbers(value: object, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _whole_numbers(value: object, name: str) -> np.ndarray[Any, np.dtype[np.integer[Any]]]:
     if isinstance(value, np.ndarray):
-        return value.astype(np.int64)
+        return value
     if not isinstance(value, list):
         raise ValueError(f"{name} is {type(value).__name__}, expected a list of whole numbers")
     if not set(map(type, value)) <= {int, bool}:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hscache.corpus.readers import read_corpus
 from hscache.corpus.writer import CorpusWriter
 from hscache.errors import InputError
-from hscache.rows import CorpusRow
+from hscache.rows import Reject, Sample
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "tag": "math"},
@@ -27,21 +27,20 @@ ROWS: list[dict[str, Any]] = [
 Plain = tuple[int, str, list[int] | None, list[int] | None, str | None, str]
 
 
-def plain(rows: list[CorpusRow]) -> list[Plain]:
+def plain(rows: list[Any]) -> list[Plain]:
     return [
-        (
-            row.row,
-            row.sample_id,
-            None if row.input_ids is None else row.input_ids.tolist(),
-            None if row.loss_mask is None else row.loss_mask.tolist(),
-            row.tag,
-            row.reason,
-        )
+        (row.row, row.sample_id, None, None, row.tag, row.reason)
+        if isinstance(row, Reject)
+        else (row.row, row.sample_id, row.input_ids.tolist(), row.loss_mask.tolist(), row.tag, "")
         for row in rows
     ]
 
 
-def read(path: Path) -> list[CorpusRow]:
+def reasons(rows: list[Any]) -> list[str]:
+    return [row[-1] for row in plain(rows)]
+
+
+def read(path: Path) -> list[Any]:
     return list(read_corpus(path))
 
 
@@ -85,9 +84,7 @@ def test_every_format_gives_the_same_rows(kind: str, tmp_path: Path) -> None:
     assert plain(rows) == [
         (i, row["id"], row["input_ids"], row["loss_mask"], row["tag"], "") for i, row in enumerate(ROWS)
     ]
-    assert {(row.input_ids.dtype, row.loss_mask.dtype) for row in rows} == {  # type: ignore[union-attr]
-        (np.dtype("i4"), np.dtype("u1"))
-    }
+    assert {(row.input_ids.dtype, row.loss_mask.dtype) for row in rows} == {(np.dtype("i4"), np.dtype("u1"))}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,7 +92,7 @@ def test_more_rows_than_one_read_keep_their_numbers(kind: str, tmp_path: Path) -
     rows = [{"id": f"r{i}", "input_ids": [i, i + 1], "loss_mask": [0, 1]} for i in range(700)]
     got = read(write(kind, tmp_path, rows))
     assert [(row.row, row.sample_id) for row in got] == [(i, f"r{i}") for i in range(700)]
-    assert got[699].input_ids.tolist() == [699, 700]  # type: ignore[union-attr]
+    assert got[699].input_ids.tolist() == [699, 700]
 
 
 @pytest.mark.parametrize("ids", [pa.int32(), pa.int64(), pa.uint32(), pa.int16()])
@@ -196,7 +193,7 @@ def test_a_line_cut_off_keeps_the_rows_before_it_and_names_its_byte(tmp_path: Pa
 
 
 def test_a_line_without_its_newline_is_a_row(tmp_path: Path) -> None:
-    assert [row.reason for row in read(jsonl(tmp_path / "c.jsonl", as_lines(ROWS)[:-1]))] == ["", "", ""]
+    assert reasons(read(jsonl(tmp_path / "c.jsonl", as_lines(ROWS)[:-1]))) == ["", "", ""]
 
 
 @pytest.mark.parametrize("cut", [1, 8, 9, 40])
@@ -209,7 +206,7 @@ def test_a_gzip_cut_off_keeps_its_good_rows_and_names_where_it_broke(tmp_path: P
     *good, last = read(jsonl(tmp_path / "c.jsonl.gz", gzip.compress(text)[:-cut]))
     assert [row.sample_id for row in good] == [f"r{i}" for i in range(len(good))]
     assert len(good) >= 38
-    assert all(row.reason == "" for row in good)
+    assert all(isinstance(row, Sample) for row in good)
     offset = len(as_lines(rows[: len(good)]))
     assert (last.row, last.reason) == (len(good), "bad-json")
     assert last.detail.startswith(f"byte {offset}: ")
@@ -311,9 +308,9 @@ def test_files_from_other_systems_read_alike(tmp_path: Path, before: bytes, end:
 def test_a_line_that_is_no_json_object_is_a_rejected_row(tmp_path: Path, line: bytes) -> None:
     good = as_lines(ROWS[:1])
     first, bad, after = read(jsonl(tmp_path / "c.jsonl", good + line + b"\n" + good))
-    assert (first.reason, bad.reason, after.reason) == ("", "bad-json", "")
+    assert reasons([first, bad, after]) == ["", "bad-json", ""]
     assert bad.detail.startswith(f"byte {len(good)}: ")
-    assert (bad.row, bad.input_ids, after.row) == (1, None, 2)
+    assert (bad.row, after.row) == (1, 2)
 
 
 def test_an_escaped_surrogate_pair_is_text(tmp_path: Path) -> None:
@@ -323,7 +320,7 @@ def test_an_escaped_surrogate_pair_is_text(tmp_path: Path) -> None:
 
 def test_columns_are_required_of_the_first_good_row(tmp_path: Path) -> None:
     got = read(jsonl(tmp_path / "c.jsonl", b"{broken\n" + as_lines(ROWS)))
-    assert [row.reason for row in got] == ["bad-json", "", "", ""]
+    assert reasons(got) == ["bad-json", "", "", ""]
     with pytest.raises(InputError) as caught:
         read(jsonl(tmp_path / "d.jsonl", b"{broken\n" + as_lines([{"messages": []}])))
     assert (caught.value.code, "no column input_ids" in caught.value.message) == ("corpus-format", True)
@@ -331,7 +328,7 @@ def test_columns_are_required_of_the_first_good_row(tmp_path: Path) -> None:
 
 def test_a_later_row_without_a_column_is_one_bad_row(tmp_path: Path) -> None:
     got = read(jsonl(tmp_path / "c.jsonl", [ROWS[0], {"id": "x", "input_ids": [1]}, ROWS[1]]))
-    assert [row.reason for row in got] == ["", "bad-row", ""]
+    assert reasons(got) == ["", "bad-row", ""]
     assert (got[1].sample_id, "loss_mask" in got[1].detail) == ("x", True)
 
 
@@ -343,8 +340,7 @@ def test_a_later_row_without_a_column_is_one_bad_row(tmp_path: Path) -> None:
 def test_ids_that_are_no_list_of_whole_numbers_are_a_bad_row(tmp_path: Path, ids: object) -> None:
     row = {"id": "x", "input_ids": ids, "loss_mask": [0, 1]}
     got = read(jsonl(tmp_path / "c.jsonl", [ROWS[0], row, ROWS[1]]))
-    assert [r.reason for r in got] == ["", "bad-row", ""]
-    assert got[1].input_ids is None
+    assert reasons(got) == ["", "bad-row", ""]
     assert "input_ids" in got[1].detail
 
 
@@ -367,7 +363,7 @@ def test_parquet_ids_that_are_no_list_of_whole_numbers_are_a_bad_row(
     table = pa.table({"input_ids": pa.array(column, kind), "loss_mask": pa.array([[0, 1]], pa.list_(pa.uint8()))})
     pq.write_table(table, tmp_path / "c.parquet")
     (row,) = read(tmp_path / "c.parquet")
-    assert (row.reason, row.input_ids) == ("bad-row", None)
+    assert row.reason == "bad-row"
 
 
 def test_a_null_row_between_good_ones_is_one_bad_row(tmp_path: Path) -> None:
@@ -376,48 +372,65 @@ def test_a_null_row_between_good_ones_is_one_bad_row(tmp_path: Path) -> None:
         folder = tmp_path / kind
         folder.mkdir()
         got = read(write(kind, folder, rows))
-        assert [row.reason for row in got] == ["", "bad-row", ""]
-        assert got[2].input_ids.tolist() == ROWS[2]["input_ids"]  # type: ignore[union-attr]
+        assert reasons(got) == ["", "bad-row", ""]
+        assert got[2].input_ids.tolist() == ROWS[2]["input_ids"]
 
 
-@pytest.mark.parametrize("value", [1 << 31, 1 << 40, (1 << 63) - 1, -1, -(1 << 40)])
-def test_ids_beyond_32_bits_stay_outside_every_vocabulary(tmp_path: Path, value: int) -> None:
-    rows = [{"input_ids": [1, value], "loss_mask": [0, 1]}]
-    for kind in ("jsonl", "parquet"):
-        (row,) = read(write(kind, tmp_path, rows))
-        assert row.input_ids is not None
-        assert row.input_ids[1] == (-1 if value < 0 else 2**31 - 1)
+@pytest.mark.parametrize("value", [1 << 31, 1 << 40, (1 << 63) - 1, -1, -2, -(1 << 40)])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_ids_that_are_no_token_ids_are_rejected_with_their_value(tmp_path: Path, kind: str, value: int) -> None:
+    (row,) = read(write(kind, tmp_path, [{"input_ids": [1, value], "loss_mask": [0, 1]}]))
+    assert (row.reason, row.n_tokens, row.n_loss) == ("ids-out-of-vocab", 2, 1)
+    assert row.detail == f"input_ids holds {value}, expected token ids"
 
 
-def test_unsigned_ids_beyond_63_bits_stay_outside_every_vocabulary(tmp_path: Path) -> None:
-    table = pa.table(
-        {
-            "input_ids": pa.array([[1, (1 << 64) - 7]], pa.list_(pa.uint64())),
-            "loss_mask": pa.array([[0, (1 << 64) - 1]], pa.list_(pa.uint64())),
-        }
-    )
-    pq.write_table(table, tmp_path / "c.parquet")
-    (row,) = read(tmp_path / "c.parquet")
-    assert (row.input_ids.tolist(), row.loss_mask.tolist()) == ([1, -1], [0, 2])  # type: ignore[union-attr]
+@pytest.mark.parametrize("value", [2, -1, -100, 255, 256, 257, 1 << 40])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_mask_values_beyond_0_and_1_are_rejected_with_their_value(tmp_path: Path, kind: str, value: int) -> None:
+    (row,) = read(write(kind, tmp_path, [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, value]}]))
+    assert (row.reason, row.detail) == ("bad-mask", f"loss_mask holds {value}, expected 0 or 1")
 
 
-@pytest.mark.parametrize("value", [2, -1, 255, 256, 257, 1 << 40])
-def test_mask_values_beyond_0_and_1_do_not_wrap_around(tmp_path: Path, value: int) -> None:
-    for kind in ("jsonl", "parquet"):
-        (row,) = read(write(kind, tmp_path, [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, value]}]))
-        assert row.loss_mask is not None
-        assert row.loss_mask.tolist() == [0, 1, 2]
+def test_unsigned_values_beyond_63_bits_do_not_wrap_around(tmp_path: Path) -> None:
+    huge = (1 << 64) - 7
+    kind = pa.list_(pa.uint64())
+    for ids, mask, reason in (([1, huge], [0, 1], "ids-out-of-vocab"), ([1, 2], [0, huge], "bad-mask")):
+        pq.write_table(
+            pa.table({"input_ids": pa.array([ids], kind), "loss_mask": pa.array([mask], kind)}), tmp_path / "c.parquet"
+        )
+        (row,) = read(tmp_path / "c.parquet")
+        assert (row.reason, f"holds {huge}," in row.detail) == (reason, True)
+
+
+def test_ids_and_mask_of_other_lengths_are_rejected_with_both(tmp_path: Path) -> None:
+    (row,) = read(jsonl(tmp_path / "c.jsonl", [{"id": "x", "input_ids": [1, 2, 3], "loss_mask": [0, 1]}]))
+    assert (row.sample_id, row.reason, row.detail) == ("x", "length-mismatch", "3 ids, 2 mask entries")
+    assert (row.n_tokens, row.n_loss) == (3, 1)
+
+
+def test_rejected_rows_of_other_content_are_another_corpus(tmp_path: Path) -> None:
+    rows = [{"input_ids": ids, "loss_mask": [0]} for ids in ([1, 2], [1, 3], [1, -5], [1, 1 << 40])]
+    assert len({row.content for row in read(jsonl(tmp_path / "c.jsonl", rows))}) == 4
+
+
+def test_the_finish_reason_is_kept_where_there_is_one(tmp_path: Path) -> None:
+    rows = [{**row, "finish_reason": reason} for row, reason in zip(ROWS, ("stop", None, "length"), strict=True)]
+    for kind in KINDS:
+        folder = tmp_path / kind
+        folder.mkdir()
+        assert [row.finish_reason for row in read(write(kind, folder, rows))] == ["stop", None, "length"]
+    assert [row.finish_reason for row in read(jsonl(tmp_path / "none.jsonl", ROWS))] == [None] * 3
 
 
 @pytest.mark.parametrize("value", [0.5, 1.0, "1", None, [1]])
 def test_mask_values_that_are_no_whole_numbers_are_a_bad_row(tmp_path: Path, value: object) -> None:
     (row,) = read(jsonl(tmp_path / "c.jsonl", [{"input_ids": [1, 2], "loss_mask": [0, value]}]))
-    assert (row.reason, row.loss_mask) == ("bad-row", None)
+    assert row.reason == "bad-row"
 
 
 def test_true_and_false_are_a_mask(tmp_path: Path) -> None:
     (row,) = read(jsonl(tmp_path / "c.jsonl", b'{"input_ids": [1, 2], "loss_mask": [false, true]}'))
-    assert row.loss_mask.tolist() == [0, 1]  # type: ignore[union-attr]
+    assert row.loss_mask.tolist() == [0, 1]
 
 
 samples = st.lists(
@@ -432,6 +445,9 @@ def test_any_rows_come_back_from_parquet_and_jsonl(
     folder = tmp_path_factory.getbasetemp()
     objects = [{"input_ids": ids, "loss_mask": mask} for ids, mask in rows]
     schema = pa.schema([("input_ids", pa.list_(pa.int64())), ("loss_mask", pa.list_(pa.int8()))])
-    expected = [(i, "", ids, mask, None, "") for i, (ids, mask) in enumerate(rows)]
+    expected = [
+        (i, "", ids, mask, None, "") if len(ids) == len(mask) else (i, "", None, None, None, "length-mismatch")
+        for i, (ids, mask) in enumerate(rows)
+    ]
     assert plain(read(parquet(folder / "p.parquet", objects, schema))) == expected
     assert plain(read(jsonl(folder / "p.jsonl", objects))) == expected
