@@ -39,6 +39,7 @@ class Sample:
         loss_mask: uint8 [n], 0 or 1.
         tag: Free label of the row.
         finish_reason: How the completion ended, such as ``stop`` or ``length``; None where that is unknown.
+        source: File and row of a corpus of several files; empty for a single file, where ``row`` says it.
     """
 
     row: int
@@ -47,6 +48,7 @@ class Sample:
     loss_mask: NDArray[np.uint8]
     tag: str | None = None
     finish_reason: str | None = None
+    source: str = ""
 
     @cached_property
     def n_loss(self) -> int:
@@ -60,9 +62,9 @@ class Sample:
 
     def reject(self, reason: str, detail: str) -> Reject:
         """Return the record of this sample as a row that a build cannot use."""
-        return Reject(
-            self.row, self.sample_id, reason, detail, self.tag, len(self.input_ids), self.n_loss, self.content
-        )
+        detail = f"{self.source}: {detail}" if self.source else detail
+        n_tokens = len(self.input_ids)
+        return Reject(self.row, self.sample_id, reason, detail, self.tag, n_tokens, self.n_loss, self.content)
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ _SHUFFLE_SEED = 20260206  # arXiv 2602.06036
 
 REASONS: dict[str, str] = {
     "bad-json": "the line is not a JSON object",
+    "damaged": "the file is truncated or damaged at this row",
     "bad-row": "ids or mask are missing or not lists of whole numbers",
     "length-mismatch": "ids and mask differ in length",
     "empty": "no tokens",
-    "bad-mask": "the mask holds values other than 0 and 1",
+    "bad-mask": "the mask holds values other than 0 and 1, or labels that are neither the token's id nor -100",
     "ids-out-of-vocab": "a token id is outside the target's vocabulary",
     "too-few-supervised": "fewer supervised tokens than limits.min_loss_tokens",
     "too-long": "more tokens than limits.max_tokens",
@@ -124,7 +125,7 @@ def make_plan(
         raise InputError(
             "corpus-empty",
             f"{manifest.corpus.path}: no row can be used ({reasons})",
-            hint=f"row 0: {plan.table['detail'][0]}" if len(plan.table) else "hscache generate writes a corpus",
+            hint=f"the first row: {plan.table['detail'][0]}" if len(plan.table) else "hscache generate writes a corpus",
         )
     return plan
 

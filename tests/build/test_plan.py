@@ -172,7 +172,7 @@ def test_a_shard_is_no_length_class() -> None:
 FAULTS: dict[str, Sample | Reject] = {
     **{
         reason: Reject(1, "x", reason, "as a reader says it")
-        for reason in ("bad-json", "bad-row", "length-mismatch", "bad-mask")
+        for reason in ("bad-json", "damaged", "bad-row", "length-mismatch", "bad-mask")
     },
     "empty": row(1, [], []),
     "ids-out-of-vocab": row(1, [1, VOCAB, 3], [0, 1, 1]),
