@@ -314,8 +314,8 @@ def open_parquet(file: Path) -> pq.ParquetFile:
             another file, or one with two columns of one name.
     """
     try:
-        # a buffer size: without one, a whole column of a row group is read at once
-        opened = pq.ParquetFile(file, page_checksum_verification=True, buffer_size=1 << 20)
+        # without these two, whole columns of a row group are in memory
+        opened = pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False, buffer_size=1 << 20)
     except (pa.ArrowException, OSError) as error:
         with open(file, "rb") as head:
             begun = head.read(4) == b"PAR1"

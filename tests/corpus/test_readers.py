@@ -704,6 +704,18 @@ def test_ragged_messages_are_the_same_objects_in_every_container(tmp_path: Path,
     assert [row.value for row in read_objects(write(kind, tmp_path, rows))] == rows
 
 
+def test_a_row_group_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 1 << 30, 4_000_000, dtype=np.int32)
+    starts = np.arange(0, len(ids) + 1, 200, dtype=np.int32)
+    masks = pa.ListArray.from_arrays(starts, np.ones(len(ids), np.uint8))
+    table = pa.table({"input_ids": pa.ListArray.from_arrays(starts, ids), "loss_mask": masks})
+    pq.write_table(table, tmp_path / "c.parquet", use_dictionary=False, compression="none")
+    whole, before, most = table.nbytes, pa.total_allocated_bytes(), 0
+    for _ in read_corpus(tmp_path / "c.parquet"):
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert most < whole / 2
+
+
 samples = st.lists(
     st.tuples(st.lists(st.integers(0, 2**31 - 1), max_size=8), st.lists(st.integers(0, 1), max_size=8)), max_size=6
 )
