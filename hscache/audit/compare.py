@@ -30,7 +30,8 @@ from hscache.manifest import BuildManifest, parse_manifest
 from hscache.model.capture import Captured, Capturer
 from hscache.model.facts import read_shape, resolve_path
 from hscache.model.loading import LoadedTarget, load_target
-from hscache.rows import CorpusRow
+from hscache.rows import Sample as CorpusSample
+from hscache.rows import supervised_positions
 from hscache.store.head import TargetHead, load_head
 from hscache.store.index import read_plan
 from hscache.store.layout import StorePaths
@@ -160,7 +161,7 @@ class _Distances:
         if mean > self._worst:
             self._worst, self._worst_id = mean, sample_id
         if self._head is not None and self._names[-1] == "final state":
-            before = torch.nonzero(loss_mask[1:])[:, 0]
+            before = torch.from_numpy(supervised_positions(loss_mask.numpy()) - 1)
             self._add_logits(a_NCH[before, -1], b_NCH[before, -1])
 
     def _add_logits(self, a_RH: torch.Tensor, b_RH: torch.Tensor) -> None:
@@ -314,7 +315,7 @@ def kernels(
     # no guard: this is the command that shows why a combination is refused
     reference, candidate = (_run(store, loaded, rows, path, guard=False) for path in paths)
     end_to_end = _compare(store, head, rows, reference, candidate)
-    batches = [(torch.from_numpy(_ids(row)).long()[None].to(loaded.device), None) for row in rows]
+    batches = [(torch.from_numpy(row.input_ids).long()[None].to(loaded.device), None) for row in rows]
     local = compare_local(loaded.model, batches, candidate="fla" if "fla" in paths else "bound")
     spec = _manifest(store).target
     del loaded  # before the wider one: two copies of a large target need not fit
@@ -370,31 +371,30 @@ def _require_path(target: LoadedTarget, path: Path_) -> None:
 
 
 def _run(
-    store: Store, target: LoadedTarget, rows: Sequence[CorpusRow], path: Path_, *, guard: bool
+    store: Store, target: LoadedTarget, rows: Sequence[CorpusSample], path: Path_, *, guard: bool
 ) -> list[torch.Tensor]:
     # before rounding: otherwise the distance would only show the few elements that bf16 rounds the other way
     capturer = _capturer(store, target, dtype=torch.float32)
     out = []
-    progress = Progress(f"states on the {path} path", sum(len(_ids(row)) for row in rows), "tok")
+    progress = Progress(f"states on the {path} path", sum(len(row.input_ids) for row in rows), "tok")
     with observe_kernels(target.model, path, guard=guard):
         for row in rows:
             out.append(_columns(store, _capture(capturer, row, None).arrays))
-            progress.advance(len(_ids(row)))
+            progress.advance(len(row.input_ids))
     progress.close()
     return out
 
 
 def _compare(
-    store: Store, head: TargetHead, rows: Sequence[CorpusRow], a: list[torch.Tensor], b: list[torch.Tensor]
+    store: Store, head: TargetHead, rows: Sequence[CorpusSample], a: list[torch.Tensor], b: list[torch.Tensor]
 ) -> Comparison:
     distances = _Distances(_names(store), head)
     for row, x, y in zip(rows, a, b, strict=True):
-        assert row.loss_mask is not None
         distances.add(row.sample_id, x, y, torch.from_numpy(row.loss_mask))
     return distances.finish()
 
 
-def _capture(capturer: Capturer, row: CorpusRow, width: int | None) -> Captured:
+def _capture(capturer: Capturer, row: CorpusSample, width: int | None) -> Captured:
     [pending] = capturer.start([row], width)
     [captured] = pending.samples(check=False)
     return captured
@@ -432,13 +432,8 @@ def _batch_width(plan: Any, sample_id: str) -> int:
     return int(pc.max(plan.filter(pc.equal(plan["batch"], batch))["n_tokens"]).as_py())
 
 
-def _row(i: int, sample_id: str, ids: Any, mask: Any) -> CorpusRow:
-    return CorpusRow(i, sample_id, np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
-
-
-def _ids(row: CorpusRow) -> Any:
-    assert row.input_ids is not None
-    return row.input_ids
+def _row(i: int, sample_id: str, ids: Any, mask: Any) -> CorpusSample:
+    return CorpusSample(i, sample_id, np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
 
 
 def _pick(n: int, count: int) -> Iterator[int]:

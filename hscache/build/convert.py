@@ -34,6 +34,7 @@ from hscache.console import Interrupted, Progress, say, stop_on_signal
 from hscache.errors import ConfigError, InputError
 from hscache.health import CodecError, Health, RowErrors, RowStats, compare_rows, kl_nats, reduce_rows, spread
 from hscache.manifest import Codec, ResolvedManifest, check_fields
+from hscache.rows import supervised_positions
 from hscache.store import lossy
 from hscache.store.durable import Staging, copy_file, disk_errors, publish_directory
 from hscache.store.head import TargetHead, check_target, load_head
@@ -285,7 +286,7 @@ class _Conversion:
             writer.add(row["sample_id"], row["corpus_row"], arrays)
             seen.states(states)
             if self._encodes:
-                before = np.flatnonzero(stored["loss_mask"][1:]) if number in asked else np.zeros(0, np.int64)
+                before = supervised_positions(stored["loss_mask"]) - 1 if number in asked else np.zeros(0, np.int64)
                 seen.decoded(states, decoded(arrays, self._specs), spread(before, _KL_ROWS_PER_SAMPLE))
             progress.advance(row["n_tokens"])
         writer.commit(destination, self._attributes(record, *seen.finish()))

@@ -29,7 +29,7 @@ from hscache.device import pick_device, pick_dtype
 from hscache.errors import ConflictError
 from hscache.manifest import BuildManifest, ResolvedManifest
 from hscache.model.facts import file_digests, resolve_manifest, tokenizer_files
-from hscache.rows import CorpusRow
+from hscache.rows import Reject, Sample
 from hscache.store import lossy
 from hscache.store.durable import Staging, disk_errors
 from hscache.store.head import write_target
@@ -332,7 +332,7 @@ class _Job:
         return f"{size(rate)}/s, {self._done}/{total} shards, {self._rejected} rejected, {free} free"
 
 
-def _until_stopped(rows: Iterable[CorpusRow], stop: list[int]) -> Iterator[CorpusRow]:
+def _until_stopped(rows: Iterable[Sample | Reject], stop: list[int]) -> Iterator[Sample | Reject]:
     for row in rows:
         if stop:
             raise Interrupted(stop[0])

@@ -48,7 +48,6 @@ class ShardBuilder:
         tokens = 0
         for sample in pending.samples():
             row = sample.row
-            assert row.input_ids is not None
             tokens += len(row.input_ids)
             if sample.stats is None:
                 self._writer.reject(row.sample_id, row.row, len(row.input_ids), sample.reason, sample.detail)

@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from hscache.corpus.readers import open_parquet, parquet_batches, read_jsonl
+from hscache.corpus.containers import read_objects
 from hscache.corpus.writer import CorpusReport, CorpusWriter
 from hscache.errors import EnvironmentFault, InputError
 
@@ -134,18 +134,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
     Raises:
         InputError: ``corpus-missing``, ``corpus-format``, ``corpus-truncated``.
     """
-    if not path.is_file():
-        raise InputError("corpus-missing", f"{path}: no such file")
-    if path.suffix == ".parquet":
-        row = 0
-        for batch in parquet_batches(path, open_parquet(path), batch_size=256):
-            for line in batch.to_pylist():
-                yield row, line, ""
-                row += 1
-    elif path.suffix in (".jsonl", ".json") or path.suffixes[-2:] == [".jsonl", ".gz"]:
-        yield from read_jsonl(path)
-    else:
-        raise InputError("corpus-format", f"{path}: expected .jsonl, .jsonl.gz or .parquet")
+    for row in read_objects(path):
+        yield row.number, row.value, row.fault
 
 
 def file_names(paths: Sequence[Path]) -> dict[Path, str]:

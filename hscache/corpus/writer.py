@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from hscache import console
 from hscache.corpus.readers import CORPUS_SCHEMA
 from hscache.errors import ConflictError, InputError
+from hscache.rows import count_supervised
 from hscache.store.durable import fsync_directory
 
 _ROW_GROUP_ROWS = 1024
@@ -113,7 +114,7 @@ class CorpusWriter:
         report.rows += 1
         report.samples += 1
         report.tokens += len(input_ids)
-        report.loss_tokens += sum(loss_mask[1:])
+        report.loss_tokens += count_supervised(loss_mask)
         if finish_reason:
             report.finish_reasons[finish_reason] = report.finish_reasons.get(finish_reason, 0) + 1
         if len(self._rows) == _ROW_GROUP_ROWS:

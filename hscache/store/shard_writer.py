@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hscache.errors import IntegrityError
+from hscache.rows import count_supervised
 from hscache.store.codecs import Codec
 from hscache.store.crc import crc32c
 from hscache.store.durable import fsync_directory, publish_directory, write_file
@@ -185,7 +186,7 @@ class ShardWriter:
         """
         digest = xxhash.xxh3_128()
         # the mask's own count, for a store without logit arrays
-        n_tokens, n_loss = len(arrays["input_ids"]), int(np.count_nonzero(arrays["loss_mask"][1:]))
+        n_tokens, n_loss = len(arrays["input_ids"]), count_supervised(arrays["loss_mask"])
         for name, writer in self._arrays.items():
             rows = np.ascontiguousarray(arrays[name])
             if writer.spec.axis == "tokens":

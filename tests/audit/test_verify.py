@@ -16,7 +16,7 @@ import pytest
 from hscache.audit.verify import FINDINGS, verify
 from hscache.errors import HscacheError
 from hscache.report import verify_with_states
-from hscache.rows import CorpusRow
+from hscache.rows import Sample
 from hscache.store import lossy
 from hscache.store.codecs import NAMES
 from hscache.store.durable import Staging
@@ -378,7 +378,7 @@ def _corrupted_scale(folder: Path) -> Path:
 def _scales_that_were_never_written(folder: Path) -> Path:
     """The fill value under matching checksums: what a reader without ours would see of a missing chunk."""
 
-    def forget(row: CorpusRow, arrays: Arrays) -> None:
+    def forget(row: Sample, arrays: Arrays) -> None:
         if row.sample_id == "s3":
             arrays["hidden_states_scales"][:] = 0x7FC0
 
@@ -513,7 +513,7 @@ def test_verify_changes_nothing(tmp_path: Path) -> None:
 
 def one_shard_store(root: Path) -> list[Path]:
     """Make a store of one shard with two samples; return its files."""
-    rows = [*corpus_rows((6,)), CorpusRow(1, "x", np.arange(4, dtype="i4"), np.ones(4, "u1"), tag="ü")]
+    rows = [*corpus_rows((6,)), Sample(1, "x", np.arange(4, dtype="i4"), np.ones(4, "u1"), tag="ü")]
     make_store(root, rows, manifest=little_manifest(store={"shard_bytes": 100_000, "codec": "zstd"}))
     assert len(list(StorePaths(root).shards.iterdir())) == 1
     return sorted(p for p in root.rglob("*") if p.is_file())

@@ -69,12 +69,10 @@ def tokenize(targets: dict[str, Path], tmp_path: Path) -> Callable[..., tuple[An
         source = tmp_path / "in.jsonl"
         source.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
         report = tokenize_files([source], targets[target], tmp_path / "out.parquet", **options)
-        samples = []
-        for row in read_corpus(tmp_path / "out.parquet"):
-            assert row.input_ids is not None
-            assert row.loss_mask is not None
-            samples.append((row.sample_id, " ".join(WORDS[i] for i in row.input_ids), row.loss_mask.tolist()))
-        return report, samples
+        return report, [
+            (row.sample_id, " ".join(WORDS[i] for i in row.input_ids), row.loss_mask.tolist())
+            for row in read_corpus(tmp_path / "out.parquet")
+        ]
 
     return run
 
@@ -129,8 +127,6 @@ def supervised(tmp_path: Path, target: Path, row: dict[str, Any], template: str 
     chat_template = tmp_path / "t.jinja" if template is not None else None
     tokenize_files([tmp_path / "turns.jsonl"], target, out, chat_template=chat_template)
     (sample,) = read_corpus(out)
-    assert sample.input_ids is not None
-    assert sample.loss_mask is not None
     decode = load_tokenizer(target).decode
     runs = groupby(zip(sample.loss_mask.tolist(), sample.input_ids.tolist(), strict=True), key=lambda pair: pair[0])
     return [decode([token for _, token in run]) for marked, run in runs if marked]

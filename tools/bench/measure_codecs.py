@@ -36,6 +36,7 @@ import torch
 import hscache
 from hscache.console import say, table
 from hscache.health import compare_rows, kl_nats
+from hscache.rows import supervised_positions
 from hscache.store import lossy
 from hscache.store.head import load_head
 
@@ -79,7 +80,9 @@ class States:
         self.bf16 = torch.cat([torch.cat([s.hidden_states, s.final_state[:, None]], dim=1) for s in samples])
         self.rms_CH = torch.stack([self.bf16[:, c].float().square().mean(0).sqrt() for c in range(self.bf16.shape[1])])
         starts = np.cumsum([0, *store.n_tokens[:-1]])
-        before = np.concatenate([n + np.flatnonzero(s.loss_mask[1:]) for n, s in zip(starts, samples, strict=True)])
+        before = np.concatenate(
+            [n + supervised_positions(s.loss_mask) - 1 for n, s in zip(starts, samples, strict=True)]
+        )
         self.before = torch.from_numpy(before[np.unique(np.linspace(0, len(before) - 1, KL_ROWS).astype(int))])
         self.head = load_head(path / "target")
         self.logits = self.head.logits(self.bf16[self.before, -1])
