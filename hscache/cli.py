@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from json import loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from hscache import __version__
 from hscache.console import emit_json, new_figure, resumable, run_command, say
+from hscache.corpus.formats import Format
 
 if TYPE_CHECKING:
     from hscache.manifest import BuildManifest
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text}: expected a JSON object")
+    return value
+
 
 app = typer.Typer(
     name="hscache",
@@ -29,6 +42,14 @@ StoreArgument = Annotated[Path, typer.Argument(help="Store directory.")]
 TargetOption = Annotated[Path, typer.Option("--target", help="Checkpoint directory of the target.")]
 Output = Annotated[Path, typer.Option("--out", "-o", help="Corpus to write (parquet).")]
 
+TemplateKwargs = Annotated[
+    dict[str, Any] | None,
+    typer.Option(
+        parser=_json_object,
+        metavar="JSON",
+        help="Variables of the chat template, such as '{\"enable_thinking\": false}'; those of a row win.",
+    ),
+]
 DtypeOption = Annotated[
     Literal["auto", "bfloat16", "float32"],
     typer.Option("--dtype", help="Precision of the target; auto: bfloat16 where the device has it in hardware."),
@@ -57,21 +78,32 @@ def config(manifest: Manifest, set_: Set = None) -> None:
 
 @app.command()
 def tokenize(
-    inputs: Annotated[list[Path], typer.Argument(help="JSONL or parquet files of chat messages or prompt+completion.")],
+    inputs: Annotated[list[Path], typer.Argument(help="Files of training rows; the format is recognised.")],
     target: TargetOption,
     out: Output,
     chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja template to use instead of the tokenizer's; marks {% generation %}.")
+        Path | None, typer.Option(help="Jinja template to use instead of the tokenizer's.")
+    ] = None,
+    chat_template_kwargs: TemplateKwargs = None,
+    turns: Annotated[
+        Literal["auto", "each", "last"],
+        typer.Option(help="Answers of a conversation: in one sample where that is exact, a sample each, or the last."),
+    ] = "auto",
+    drop_cut: Annotated[bool, typer.Option("--drop-cut", help="Reject answers with finish_reason length.")] = False,
+    format_: Annotated[Format | None, typer.Option("--format", help="Read every row as this format.")] = None,
+    assistant_markers: Annotated[
+        tuple[str, str] | None, typer.Option(help="For rows of text: what precedes an answer, and what ends it.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Turn chat messages or prompt+completion rows into a tokenized corpus with loss masks.
+    """Turn training rows (chats, prompt+completion, ShareGPT, Alpaca, ...) into a tokenized corpus with loss masks.
 
     Example: hscache tokenize chats.jsonl --target ~/models/SmolLM2-135M-Instruct -o corpus.parquet
     """
-    from hscache.corpus.tokenize import tokenize_files
+    from hscache.corpus.tokenize import TokenizeOptions, tokenize_files
 
-    report = tokenize_files(inputs, target, out, chat_template=chat_template)
+    options = TokenizeOptions(chat_template, chat_template_kwargs, turns, drop_cut, format_, assistant_markers)
+    report = tokenize_files(inputs, target, out, options)
     if json:
         emit_json(report.to_json())
     report.say()
@@ -90,6 +122,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first N prompts of each file.")] = None,
+    chat_template_kwargs: TemplateKwargs = None,
     dtype: DtypeOption = "auto",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     json: Json = False,
@@ -103,7 +136,16 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     with resumable("the completed batches are kept"):
         report = generate_corpus(
-            prompts, target, out, sampling, raw=raw, batch_size=batch_size, limit=limit, dtype=dtype, device=device
+            prompts,
+            target,
+            out,
+            sampling,
+            raw=raw,
+            batch_size=batch_size,
+            limit=limit,
+            template_kwargs=chat_template_kwargs,
+            dtype=dtype,
+            device=device,
         )
     if json:
         emit_json(report.to_json())

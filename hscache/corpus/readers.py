@@ -75,7 +75,7 @@ def read_corpus(path: Path) -> Iterator[Sample | Reject]:
                     if columns not in told:
                         say(f"{path}: {' + '.join(columns)}" + (f", {len(files)} files" if len(files) > 1 else ""))
                     told.add(columns)
-                yield _sample(number, row.value, place, place if name else "")
+                yield read_sample(number, row.value, place, place if name else "")
             number += 1
 
 
@@ -100,7 +100,15 @@ def _masks(names: Sequence[str]) -> list[str]:
     return ["loss_mask"] if "loss_mask" in names else [name for name in _MASK_COLUMNS if name in names]
 
 
-def _sample(number: int, value: Mapping[str, Any], place: str, source: str) -> Sample | Reject:
+def read_sample(number: int, value: Mapping[str, Any], place: str, source: str = "") -> Sample | Reject:
+    """Return what a row of token ids holds.
+
+    Args:
+        number: Number of the row in the corpus.
+        value: The row.
+        place: Where the row is, for the detail of a reject.
+        source: Where the row is, for the record of a sample.
+    """
     sample_id = next((str(value[name]) for name in _ID_COLUMNS if value.get(name) is not None), "")
     tag = _text(value.get("tag"))
     names = [name for name, cell in value.items() if cell is not None]
