@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hscache import __version__
-from hscache.console import emit_json, new_figure, resumable, run_command, say
+from hscache.console import command_line, emit_json, new_figure, resumable, run_command, say
 from hscache.corpus.formats import Format
 
 if TYPE_CHECKING:
@@ -26,13 +25,8 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-app = typer.Typer(
-    name="hscache",
-    help="Run a large target model once, keep its hidden states, train speculative-decoding drafters from disk.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+app = command_line(
+    "hscache", "Run a large target model once, keep its hidden states, train speculative-decoding drafters from disk."
 )
 
 Manifest = Annotated[Path, typer.Argument(help="Build manifest (TOML).")]
@@ -56,13 +50,6 @@ DtypeOption = Annotated[
 ]
 
 EXIT_FINDINGS = 1
-
-
-@app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    if version:
-        print(f"hscache {__version__}")
-        raise typer.Exit
 
 
 @app.command()

@@ -24,6 +24,7 @@ from hscache.errors import EnvironmentFault, HscacheError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from typer import Typer
 
 _EXIT_BUG = 70
 
@@ -230,6 +231,36 @@ def new_figure(width: float, height: float) -> Figure:
         hint = "pip install 'hscache[report]'"
         raise EnvironmentFault("dependency-missing", "drawing a plot needs matplotlib", hint=hint) from error
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def command_line(name: str, purpose: str) -> Typer:
+    """Return a typer application that has only ``--version``; :func:`run_command` runs it.
+
+    Args:
+        name: Of the command.
+        purpose: First line of its help.
+    """
+    import typer
+
+    from hscache import __version__
+
+    app = typer.Typer(
+        name=name,
+        help=purpose,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    option: bool = typer.Option(False, "--version", help="Print the version.")
+
+    @app.callback(invoke_without_command=True)
+    def root(version: bool = option) -> None:
+        if version:
+            print(f"{name} {__version__}")
+            raise typer.Exit
+
+    return app
 
 
 def run_command(command: Callable[[], object]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hscache.manifest import BuildManifest, parse_manifest
 from tests.made.commands import Answer, runner
 from tests.made.hybrid import Hybrid, fit_hybrid, make_hybrid, make_scored
+from tests.made.once import once
 
 # wall time on a shared machine says nothing; the same examples in every run, so that a red test stays red
 settings.register_profile("hscache", deadline=None, derandomize=True, max_examples=60)
@@ -70,21 +71,25 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
     """The tiny hybrid's store of its own greedy completions, and a drafter that learnt something of it."""
-    return make_hybrid(tmp_path_factory.mktemp("hybrid"), TINY_HYBRID)
+    return once(tmp_path_factory, "hybrid", lambda folder: make_hybrid(folder, TINY_HYBRID))
 
 
 @pytest.fixture(scope="session")
 def sliding_run(hybrid: Hybrid, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter like the hybrid's, but with sliding layers only: speculators' layout holds it."""
-    run = tmp_path_factory.mktemp("sliding") / "run"
-    fit_hybrid(hybrid.store, run, layer_types=["sliding_attention"] * 2)
-    return run
+
+    def make(folder: Path) -> Path:
+        fit_hybrid(hybrid.store, folder / "run", layer_types=["sliding_attention"] * 2)
+        return folder / "run"
+
+    return once(tmp_path_factory, "sliding", make)
 
 
 @pytest.fixture(scope="session")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A store of the tiny hybrid, and a run of which some samples were held out and which learnt something."""
-    return make_scored(tmp_path_factory.mktemp("scored"), TINY_HYBRID, DATA / "tiny-hybrid-completions.parquet")
+    completions = DATA / "tiny-hybrid-completions.parquet"
+    return once(tmp_path_factory, "scored", lambda folder: make_scored(folder, TINY_HYBRID, completions))
 
 
 @pytest.fixture(scope="session")

@@ -230,3 +230,9 @@ def test_packages_are_declared() -> None:
 
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert set(declared) == {name for name, path in MODULES.items() if path.name == "__init__.py"}
+
+
+def test_pytest_looks_into_every_folder_of_tests(request: pytest.FixtureRequest) -> None:
+    """``norecursedirs`` once named ``data``, the folder of stored files, and so hid the tests in tests/hstrain/data."""
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {path for path in folders if any(map(path.match, request.config.getini("norecursedirs")))} == set()

@@ -160,7 +160,7 @@ def test_figures_go_to_a_file_a_picture_and_one_page(hstrain: Any, hybrid: Hybri
 def test_without_a_gpu_torch_is_no_fallback(hstrain: Any, at: list[object]) -> None:
     answer = hstrain("speculate", *at, "--limit", 1, "--max-new-tokens", 2, "--json")
     assert answer.json["kernel_fallback"] is False
-    assert "torch stood in" not in answer.err
+    assert "torch replaced" not in answer.err
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -172,7 +172,7 @@ def test_a_fallback_on_a_gpu_is_refused_unless_allowed_and_said(hstrain: Any, at
     answer = hstrain("speculate", *at, *short, "--allow-fallback")
     assert answer.status == 0
     assert answer.json["kernel_fallback"] is True
-    assert "torch stood in for kernels on this GPU (torch (causal_conv1d_fn: torch" in answer.err
+    assert "torch replaced kernels on this GPU (torch (causal_conv1d_fn: torch" in answer.err
 
 
 def test_speculate_with_a_tree_by_chance(hstrain: Any, at: list[object]) -> None:
@@ -263,7 +263,7 @@ def test_text_that_is_not_the_targets_is_a_finding(
     monkeypatch.setattr(decode, "_chain_step", wrong)
     answer = hstrain("speculate", *at, "--limit", 1, "--max-new-tokens", 6)
     assert answer.status == 1
-    assert "0 of 1 texts as without a drafter; parted: 1 unexplained" in answer.out
+    assert "0 of 1 texts as without a drafter; differences: 1 unexplained" in answer.out
     assert "add: {'position': 1, 'kind': 'unexplained'" in answer.err
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from hstrain.drafter.model import Drafter, DrafterConfig, initialise
+from hstrain.exchange.export import export_speculators, export_zlab
+from safetensors.torch import load_file, save_file
 
 from hscache.store.head import TargetHead
 
+EXPORTS = {"zlab": export_zlab, "speculators": export_speculators}
+Change = Callable[[dict[str, Any]], object]
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = {"full": (FULL, FULL), "sliding": (SLIDING, SLIDING), "mixed": (SLIDING, FULL, SLIDING)}
 
@@ -32,6 +39,18 @@ def drafter(kind: str = "mixed", seed: int = 0, **changes: Any) -> Drafter:
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name) + seed))
             parameter.copy_(parameter * 8 if parameter.ndim == 2 else 1 + 0.2 * noise)
     return made
+
+
+def rewrite(folder: Path, config: Change | None = None, weights: Change | None = None) -> Path:
+    """Change the config and the weights of a folder that was exported; return the folder."""
+    content, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    if config is not None:
+        config(content)
+    if weights is not None:
+        weights(tensors)
+    (folder / "config.json").write_text(json.dumps(content))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def head(seed: int = 1, *, tied: bool = False, scale: float = 1.0, softcap: float | None = None) -> TargetHead:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hstrain.manifest import TrainManifest
 from hstrain.train import step as step_module
@@ -27,6 +28,22 @@ from tests.made.trainers import train_manifest
 ALONE = World(0, 1, torch.device("cpu"))
 VALIDATE = Trainer.validate
 TIMES: list[int] = []
+UNCLIPPED = {"optim": {"clip": 1e9, "warmup": 0.0}}
+
+
+def same_step(a: dict[str, Any], b: dict[str, Any], rel: float = 1e-5) -> None:
+    """Compare loss, accuracies, norm and gradients of two steps, up to rounding."""
+    for key in ("loss", "grad_norm", "tau"):
+        assert a["record"][key] == pytest.approx(b["record"][key], rel=rel), key
+    for key in ("acc", "blocks", "bad", "lr"):
+        assert a["record"][key] == b["record"][key], key
+    assert a["record"]["loss"] > 0.5
+    largest = max(float(grad.abs().max()) for grad in b["grads"].values())
+    assert largest > 1e-4
+    for name, grad in b["grads"].items():
+        torch.testing.assert_close(
+            a["grads"][name], grad, atol=rel * largest, rtol=10 * rel, msg=lambda t, n=name: f"{n}: {t}"
+        )
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hscache.rows import Sample as CorpusSample
 from hscache.store.head import TargetHead
 from hscache.store.index import load_index
 from hscache.store.layout import StorePaths, padding_bytes
-from hscache.store.reader import Sample, TopLogits
+from hscache.store.reader import Sample, Store, TopLogits
 from tests.made.stores import HIDDEN, TAPS, VOCAB, Edit, Little, flip, head_weights, little_manifest, make_store
 
 BLOCK, WINDOW, MASK = 4, 6, VOCAB - 1
@@ -142,6 +142,44 @@ def draft(drafter: Drafter, head: Head, pack: Pack, backend: Backend = "sdpa") -
     inputs = block_inputs(pack.anchor_ids_N, head.embed_VH.float(), drafter.config)
     hidden = drafter(pack.states_TLH, pack.positions_T, inputs, pack.blocks(B, backend))
     return head.logits(hidden).unflatten(0, (-1, B))
+
+
+def packs_differ_from_store(packs: Iterable[Pack], store: Store, windows: dict[int, tuple[int, int]]) -> list[str]:
+    """Return where rows, positions, visible ranges, labels or distributions of packs are not what the store says."""
+    faults = []
+    for pack in packs:
+        block = 0
+        for sample_id in pack.sample_ids:
+            i = store.index_of(sample_id)
+            start, stop = windows.get(i, (0, int(store.n_tokens[i])))
+            whole = store.sample(i)
+            lo = int(pack.lo_N[block])
+            while block < len(pack.lo_N) and int(pack.lo_N[block]) == lo:
+                a, hi = int(pack.anchors_N[block]), int(pack.hi_N[block])
+                context = {
+                    "positions": pack.positions_T[lo:hi].tolist() == list(range(start, a)),
+                    "states": torch.equal(pack.states_TLH[lo:hi], whole.hidden_states[start:a]),
+                    "anchor": int(pack.anchor_ids_N[block]) == int(whole.input_ids[a]),
+                }
+                faults += [f"{sample_id} at {a}: {name}" for name, right in context.items() if not right]
+                for k in range(1, BLOCK):
+                    at = a + k
+                    going = at < stop and bool(whole.loss_mask[a : at + 1].all())
+                    label = int(pack.targets.tokens_NK[block, k - 1])
+                    if label != (int(whole.input_ids[at]) if going else -1):
+                        faults.append(f"{sample_id} at {a}: slot {k} says {label}")
+                    row = int(pack.targets.rows_NK[block, k - 1])
+                    if going and pack.targets.top_ids is not None:
+                        of = list(whole.logits.positions).index(at)
+                        if not torch.equal(pack.targets.top_ids[row], whole.logits.ids[of]):
+                            faults.append(f"{sample_id} at {a}: slot {k} has another token's distribution")
+                        if not torch.equal(pack.targets.top_logprobs[row], whole.logits.logprobs[of]):
+                            faults.append(f"{sample_id} at {a}: slot {k} has other log-probabilities")
+                    final = pack.targets.final_states
+                    if going and final is not None and not torch.equal(final[row], whole.final_state[at - 1]):
+                        faults.append(f"{sample_id} at {a}: slot {k} has another token's final state")
+                block += 1
+    return faults
 
 
 def damage(path: Path, sample_id: str) -> None:

@@ -19,7 +19,7 @@ from hstrain.drafter.attention import Blocks
 from hstrain.drafter.losses import Head, SlotTargets, head_loss
 from hstrain.drafter.model import Drafter, block_inputs, initialise
 from hstrain.exchange.export import export_zlab
-from hstrain.exchange.importer import import_checkpoint
+from hstrain.exchange.importer import read_checkpoint
 from hstrain.live.decode import Draft, decode
 from hstrain.live.target import Sampling, open_target
 from torch import Tensor
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_dflash_wrote_is_read(dflash: Any, tmp_path: Path) -> 
     theirs = dflash.DFlashDraftModel.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
     assert (tmp_path / "theirs/model.safetensors.index.json").exists()
-    read, _ = import_checkpoint(tmp_path / "theirs", head)
+    read, _ = read_checkpoint(tmp_path / "theirs", head)
     assert read.config == drafter.config
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(read.state_dict()[name], tensor), name

@@ -35,7 +35,7 @@ from hstrain.drafter.attention import Blocks
 from hstrain.drafter.losses import BlockLoss, Head, SlotTargets, head_loss
 from hstrain.drafter.model import Drafter, block_inputs
 from hstrain.exchange.export import export_speculators, export_zlab
-from hstrain.exchange.importer import import_checkpoint
+from hstrain.exchange.importer import read_checkpoint
 from torch import Tensor
 
 from hscache.store.head import TargetHead
@@ -345,7 +345,7 @@ def test_a_checkpoint_that_speculators_wrote_is_read(
         block_size=B, mask_token_id=7, draft_attn_impl="sdpa",
     )  # fmt: skip
     theirs.save_pretrained(tmp_path / "theirs")
-    read, facts = import_checkpoint(tmp_path / "theirs", case.head)
+    read, facts = read_checkpoint(tmp_path / "theirs", case.head)
     assert read.config == shape
     assert (facts.layout, facts.verifier) == ("speculators", str(target_folder))
     # it writes sliding_window_non_causal = False, also where full layers are, which vLLM then makes causal
@@ -363,7 +363,7 @@ def test_speculators_own_converter_reads_our_zlab_export(
     export_zlab(drafter, case.head, tmp_path / "ours", provenance={"target": str(target_folder)}, dtype="float32")
     with warnings.catch_warnings(action="ignore"):
         DFlashConverter().convert(tmp_path / "ours", tmp_path / "converted", str(target_folder), validate=False)
-    read, _ = import_checkpoint(tmp_path / "converted", case.head)
+    read, _ = read_checkpoint(tmp_path / "converted", case.head)
     assert read.config == drafter.config
     with torch.no_grad():
         hidden, *_ = theirs(load(speculators, tmp_path / "converted"))

@@ -9,30 +9,33 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hscache import __version__
-from hscache.console import duration, emit_json, facts, new_figure, resumable, run_command, say, size, write_json
+from hscache.console import (
+    command_line,
+    duration,
+    emit_json,
+    facts,
+    new_figure,
+    resumable,
+    run_command,
+    say,
+    size,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from hscache.store.head import TargetHead
 
-app = typer.Typer(
-    name="hstrain",
-    help="Fit a DFlash drafter from an hscache store, without the target.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = command_line("hstrain", "Fit a DFlash drafter from an hscache store, without the target.")
 
 
 def _picture(path: Path | None) -> Path | None:
     if path is not None and path.suffix.lower() not in _PICTURES:
-        raise typer.BadParameter(f"{path}: expected a name that ends with {', '.join(_PICTURES)}")
+        raise typer.BadParameter(f"{path}: expected a file name that ends in {', '.join(_PICTURES)}")
     return path
 
 
 def _finite(value: float) -> float:
-    if not math.isfinite(value):  # NaN lies in every range
+    if not math.isfinite(value):  # NaN passes the checks of a range
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
 
@@ -41,21 +44,15 @@ _PICTURES = (".png", ".svg", ".pdf")
 Manifest = Annotated[Path, typer.Argument(help="Training manifest (TOML).")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: optim.lr=1e-3.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-Checkpoint = Annotated[Path, typer.Argument(help="Run, checkpoint, or released drafter.")]
+Checkpoint = Annotated[Path, typer.Argument(help="Run, checkpoint or released drafter.")]
 Plot = Annotated[Path | None, typer.Option(help="Picture to write.", callback=_picture)]
-Figures = Annotated[Path | None, typer.Option("--out", "-o", help="File for all figures, as JSON.")]
+Figures = Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write all figures to.")]
+Device = Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")]
 DtypeOption = Annotated[
     Literal["auto", "bfloat16", "float32"],
     typer.Option("--dtype", help="Precision of the target; auto: bfloat16 where the device has it in hardware."),
 ]
-StoreOption = Annotated[Path, typer.Option("--store", help="Store: for the target's embedding and head.")]
-
-
-@app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    if version:
-        print(f"hstrain {__version__}")
-        raise typer.Exit
+StoreOption = Annotated[Path, typer.Option("--store", help="Store that holds the target's embedding and head.")]
 
 
 @app.command()
@@ -73,12 +70,10 @@ def inspect(
         return
     head, complete = numbers["head"], numbers["complete"]
     facts(
-        f"{store}: a drafter can be trained on"
-        if complete
-        else f"{store}: once it is complete, a drafter can be trained on",
+        f"{store}: {'' if complete else 'once it is complete, '}a drafter can be trained on",
         [
             ("complete", "yes" if complete else "no: hscache build completes it"),
-            ("context", f"taps {numbers['taps']}, {numbers['context_width']} numbers a token"),
+            ("context", f"taps {numbers['taps']}, {numbers['context_width']} numbers per token"),
             ("samples", f"{numbers['samples']:,}, {numbers['tokens']:,} tokens, {numbers['loss_tokens']:,} supervised"),
             ("head", f"[{head['vocab_size']}, {head['hidden_size']}] {head['dtype']}, tied {head['tied']}"),
             ("norm", f"scales by {head['norm_kind']}"),
@@ -103,11 +98,13 @@ def config(manifest: Manifest, set_: Set = None) -> None:
 def fit(
     manifest: Manifest,
     store: Annotated[Path, typer.Option("--store", help="Store directory, complete.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Run directory; new, or begun with this manifest.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Run directory; new, or started with this manifest.")
+    ] = None,
     set_: Set = None,
-    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    device: Device = None,
     overfit: Annotated[int, typer.Option(min=0, help="Overfit this many samples, as a check, and stop.")] = 0,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write figures for TensorBoard too.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write the figures for TensorBoard.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show parameters, memory, steps and hours; train nothing.")
     ] = False,
@@ -128,10 +125,10 @@ def fit(
 
         numbers = estimate(parsed, store, device=device)
         if first_rank():
-            _print_estimate(numbers, json=json)
+            emit_json(numbers) if json else _print_estimate(numbers)
         return
     if out is None:
-        raise typer.BadParameter("--out is needed, but for a --dry-run")
+        raise typer.BadParameter("--out is needed, except with --dry-run")
     from hstrain.train.fit import fit as run_fit
 
     with resumable("a checkpoint is written", quiet=not first_rank()):
@@ -151,7 +148,7 @@ def plot(
         Path | None, typer.Option("--out", "-o", help="Picture; default: curves.png in the run.", callback=_picture)
     ] = None,
 ) -> None:
-    """Draw a run's curves: loss, tau, accuracy by slot, waiting for data.
+    """Draw a run's curves: loss, tau, accuracy by slot, time spent waiting for data.
 
     Example: hstrain plot runs/demo/drafter
     """
@@ -164,20 +161,20 @@ def plot(
 
 @app.command(name="eval")
 def eval_(
-    checkpoints: Annotated[list[Path], typer.Argument(help="Runs, checkpoints, or released drafters.")],
-    store: Annotated[list[Path], typer.Option("--store", help="Store with held-out samples; several to compare.")],
+    checkpoints: Annotated[list[Path], typer.Argument(help="Runs, checkpoints or released drafters.")],
+    store: Annotated[list[Path], typer.Option("--store", help="Store with held-out samples; repeat it to compare.")],
     held_out: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Share held out; default: samples that no checkpoint trained on; 1: all."),
+        typer.Option(min=0, max=1, help="Share to hold out; default: samples no checkpoint trained on; 1: all."),
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Score the first N of them.")] = None,
-    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of the drafter.")] = "fp32",
-    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Score only the first N of these samples.")] = None,
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Precision of the drafter.")] = "fp32",
+    device: Device = None,
     plot: Plot = None,
     out: Figures = None,
     json: Json = False,
 ) -> None:
-    """Score drafters on the cache alone: tau by the serving walk, tau_all, accuracy, DDTree, by tag and position.
+    """Score drafters from the cache alone: tau by the serving walk, tau_all, accuracy, DDTree, by tag and position.
 
     Example: hstrain eval runs/demo/drafter --store runs/demo/store
     """
@@ -200,19 +197,21 @@ def speculate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.", callback=_finite)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     tree: Annotated[int | None, typer.Option(min=1, help="Verify a draft tree of this many nodes.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are: no chat template.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="First N prompts of each file.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt's text as it is: no chat template.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Take only the first N prompts of each file.")] = None,
     reference: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="OpenAI-compatible server whose greedy texts are scored too (vLLM, SGLang, llama.cpp; key from "
-            "OPENAI_API_KEY); walked with --tree as the live text is; not with a --temperature above 0.",
+            help="Also score the greedy texts of this OpenAI-compatible server (vLLM, SGLang, llama.cpp; key from "
+            "OPENAI_API_KEY); --tree applies to them too; not with a --temperature above 0.",
         ),
     ] = None,
-    reference_model: Annotated[str | None, typer.Option(help="As that server names it; default: its only one.")] = None,
+    reference_model: Annotated[
+        str | None, typer.Option(help="The model's name on that server; default: its only model.")
+    ] = None,
     dtype: DtypeOption = "auto",
-    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    device: Device = None,
     allow_fallback: Annotated[
         bool, typer.Option("--allow-fallback", help="Let torch references run on a GPU.")
     ] = False,
@@ -220,7 +219,7 @@ def speculate(
     out: Figures = None,
     json: Json = False,
 ) -> None:
-    """Decode live with the target, with the drafter and without: tau, tokens/s, and whether the text is the same.
+    """Decode live with the target, with and without the drafter: tau, tokens/s, and whether the texts are equal.
 
     Example: hstrain speculate runs/demo/drafter --store runs/demo/store --target DIR --prompts prompts.jsonl
     """
@@ -251,7 +250,7 @@ def import_(
     checkpoint: Annotated[Path, typer.Argument(help="Released drafter: folder with config.json and safetensors.")],
     store: Annotated[Path, typer.Option("--store", help="Store of its target, with its taps.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Training manifest (TOML) to make, for hstrain fit.")
+        Path | None, typer.Option("--out", "-o", help="Training manifest (TOML) to write, for hstrain fit.")
     ] = None,
     set_: Set = None,
     json: Json = False,
@@ -275,15 +274,15 @@ def import_(
 def export(
     checkpoint: Checkpoint,
     store: StoreOption,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to make.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; must not exist.")],
     format_: Annotated[
         Literal["zlab", "speculators"],
-        typer.Option("--format", help="Whose layout; speculators' only for layers that are all full or all sliding."),
+        typer.Option("--format", help="Layout; speculators: only if all layers are full or all are sliding."),
     ] = "zlab",
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Type of the weights.")] = "bfloat16",
     json: Json = False,
 ) -> None:
-    """Write a drafter for the serving engines, read it back and compare.
+    """Write a drafter for serving engines, read it back and compare the two.
 
     Example: hstrain export runs/demo/drafter --store runs/demo/store --out runs/demo/export
     """
@@ -296,7 +295,7 @@ def export(
     head = _head(store)
     drafter, facts = open_drafter(checkpoint, head)
     provenance = facts.get("provenance", {})
-    # a released drafter may name its target; where it does not, it is that of the store whose head it fits
+    # a released drafter may name its target; if not, take the target of the store whose head it fits
     named = provenance["store"]["target"] if provenance else facts["imported"].verifier
     target = named or read_manifest(store)["manifest"]["target"]["path"]
     card = {"target": target, "checkpoint": facts["path"], **provenance}
@@ -311,12 +310,12 @@ def export(
 def doctor(
     checkpoint: Checkpoint,
     store: StoreOption,
-    target: Annotated[str | None, typer.Option("--target", help="Live target to compare with, too.")] = None,
+    target: Annotated[str | None, typer.Option("--target", help="Also compare with this live target.")] = None,
     dtype: DtypeOption = "auto",
-    device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    device: Device = None,
     json: Json = False,
 ) -> None:
-    """Compare what a drafter was trained on with a store and a live target, fact by fact, and name known effects.
+    """Compare what a drafter was trained on with a store and a live target; name the effect of each difference.
 
     Example: hstrain doctor runs/demo/drafter --store runs/demo/store
     """
@@ -340,7 +339,7 @@ def _show(
     out: Path | None,
     json: bool,
 ) -> None:
-    """Write figures in every form that was asked for; if one fails, the others are still written."""
+    """Write the figures in every requested form; if one fails, the others are still written."""
     try:
         if out is not None:
             write_json(found, out)
@@ -353,11 +352,7 @@ def _show(
 
 
 def _check_writable(out: Path | None, plot: Path | None) -> None:
-    """Refuse files that cannot be written, before their content is computed.
-
-    Raises:
-        EnvironmentFault: ``disk-full``, ``disk-error``, ``dependency-missing`` for a picture.
-    """
+    """Fail before hours of work if a file cannot be written or a picture cannot be drawn."""
     from hscache.store.durable import disk_errors
 
     for path in (out, plot):
@@ -389,8 +384,8 @@ def _print_import(found: dict[str, Any]) -> None:
     kinds = [kind.removesuffix("_attention") for kind in shape["layer_types"]]
     pairs: list[tuple[str, object]] = [
         ("layout", found["layout"] + verifier),
-        ("taps", f"{list(shape['taps'])} of {shape['num_target_layers']} blocks from 0 on; the store has them"),
-        ("block", f"{shape['block_size']}: the anchor and {shape['block_size'] - 1} drafted"),
+        ("taps", f"{list(shape['taps'])} of {shape['num_target_layers']} blocks, counted from 0; the store has them"),
+        ("block", f"{shape['block_size']} tokens: the anchor and {shape['block_size'] - 1} drafted"),
         ("mask token", shape["mask_token_id"]),
         ("layers", f"{len(kinds)}: {', '.join(kinds)}; {window}"),
         ("widths", f"{shape['hidden_size']:,}, feed-forward {shape['intermediate_size']:,}"),
@@ -403,39 +398,24 @@ def _print_import(found: dict[str, Any]) -> None:
     facts(f"{found['checkpoint']}: a drafter for {found['store']}", pairs)
 
 
-def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:
-    if json:
-        emit_json(numbers)
-        return
-    facts(
-        "this run would take",
-        [
-            ("drafter", f"{numbers['parameters']:,} parameters in {numbers['tensors']} tensors"),
-            ("samples", f"{numbers['train_samples']:,} to train on, {numbers['validation_samples']:,} to validate"),
-            ("an epoch", f"{numbers['tokens_an_epoch']:,} tokens in {numbers['packs_an_epoch']:,} packs"),
-            ("steps", f"{numbers['steps']:,}"),
-            (
-                "memory",
-                f"{size(numbers['memory_bytes'])} counted, {size(numbers['measured_peak_bytes'])} at the peak here",
-            ),
-            *(
-                [("on the host", f"{size(numbers['host_memory_bytes'])} counted for the first rank")]
-                if numbers["host_memory"]
-                else []
-            ),
-            (
-                "time",
-                f"{numbers['seconds_a_step']:.2f} s a step, {duration(numbers['hours'] * 3600)} without validation",
-            ),
-        ],
-    )
+def _print_estimate(numbers: dict[str, Any]) -> None:
+    memory, peak = size(numbers["memory_bytes"]), size(numbers["measured_peak_bytes"])
+    hours = duration(numbers["hours"] * 3600)
+    pairs = [
+        ("drafter", f"{numbers['parameters']:,} parameters in {numbers['tensors']} tensors"),
+        ("samples", f"{numbers['train_samples']:,} to train on, {numbers['validation_samples']:,} to validate"),
+        ("an epoch", f"{numbers['tokens_an_epoch']:,} tokens in {numbers['packs_an_epoch']:,} packs"),
+        ("steps", f"{numbers['steps']:,}"),
+        ("memory", f"{memory} counted, {peak} at the peak here"),
+        ("time", f"{numbers['seconds_a_step']:.2f} s a step, {hours} without validation"),
+    ]
+    if numbers["host_memory"]:
+        pairs.insert(-1, ("on the host", f"{size(numbers['host_memory_bytes'])} counted for the first rank"))
+    facts("this run would take", pairs)
 
 
 def training_facts(store: Path) -> dict[str, Any]:
-    """Return what a store offers to a trainer; loads the head but never the target.
-
-    Args:
-        store: Store directory.
+    """Return what a store offers a trainer, as plain JSON; the head is loaded, the target never.
 
     Raises:
         HscacheError: When the store or its ``target/`` cannot be used.

@@ -1,9 +1,9 @@
 """``hstrain doctor``: compare what a drafter was trained on with what it is used on.
 
-A drafter that is served with other states, another tokenizer or another shape than in training still runs, but badly,
-and without an error. So every fact known to affect acceptance is listed side by side: as recorded in the checkpoint, in
-the store, and as the live target has it. The last check is the strongest: a stored sample runs through the live target,
-and its states are compared with the stored ones.
+A drafter that is served with other states, another tokenizer or another shape than in training still runs without an
+error, but accepts fewer tokens. So the doctor compares every fact that is known to affect acceptance in three places:
+the checkpoint, the store and the live target. The last check is the strongest: it runs a stored sample through the live
+target and compares the states with the stored ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
 from hscache.store.lossy import WORST_COSINE
 from hscache.store.reader import Store
-from hstrain.exchange.importer import Imported, open_drafter
+from hstrain.exchange.importer import open_drafter
+from hstrain.exchange.layouts import Released
 from hstrain.run.checkpoint import store_facts
 
 _STATES_APART, _NORM_APART = 1e-3, 0.02
@@ -35,24 +36,26 @@ _SCALE_APART = 1e-2
 
 EFFECTS: dict[str, str] = {
     "taps": "other layers feed the drafter: up to 3-5 % lower acceptance when off by one, nothing when far off",
-    "target weights": "another target writes the text: acceptance falls, down to chance",
+    "target weights": "another target writes the text: acceptance falls, at worst to chance",
     "target shape": "another architecture: the drafter cannot be used with it",
-    "tokenizer": "other token ids, or another chat template: prompts begin otherwise than in training",
-    "logits": "another scale or cap of logits: the drafter's most likely tokens stay, its probabilities do not",
-    "embedding scale": "other block inputs than in training, in engines that feed the target's: lower acceptance",
+    "tokenizer": "other token ids or another chat template: prompts differ from those in training",
+    "logits": "another scale or cap of the logits: the drafter's most likely tokens stay the same, its probabilities "
+    "change",
+    "embedding scale": "engines that take the target's embeddings feed other block inputs than in training: lower "
+    "acceptance",
     "norm kind": "w read as 1+w, or the other way round: 6-33 % lower acceptance",
-    "kernel path": "usually within noise; hscache verify --kernels says whether these paths agree. "
-    "Where torch stands in for kernels on a GPU, decoding is slow as well",
+    "kernel path": "usually within noise; hscache verify --kernels shows whether these paths agree. "
+    "If torch replaces kernels on a GPU, decoding is slow as well",
     "target precision": "usually within noise: states are stored in bf16 either way",
     "codec": "lossy states: tools/bench/measure_tau.py measures what they cost",
-    "mask token": "must lie in the vocabulary and stand in no text, or blocks look like text",
+    "mask token": "it must be in the vocabulary and in no text, or blocks look like text",
     "block size": "a block after the longest text must fit the drafter's positions, or engines refuse it",
-    "causal layers": "vLLM makes other layers causal inside the block than in training: lower acceptance. Export the "
-    "folder again with --format zlab, which vLLM reads right",
+    "causal layers": "vLLM makes other layers causal inside the block than training did: lower acceptance. Export the "
+    "folder again with --format zlab, which vLLM reads correctly",
     "rope": "the drafter rotates whole heads with its own theta, whatever the target does",
     "live states": "the live target computes other states than the drafter was trained on: acceptance falls",
 }
-"""Fact -> what a mismatch is known to do."""
+"""Fact -> known effect of a difference."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,11 @@ class Fact:
 
     Attributes:
         name: A key of :data:`EFFECTS`.
-        trained: As the checkpoint remembers it.
-        store: As the store has it; None when no store was given, or it does not say.
-        live: As the live target has it, or, of causal layers, as vLLM reads the folder; None likewise.
-        same: Whether all that is known agrees.
-        grave: Whether a difference is a finding, or a remark.
+        trained: Its value in the checkpoint; None if unknown.
+        store: Its value in the store; None if unknown.
+        live: Its value in the live target, or, for causal layers, as vLLM reads the folder; None if unknown.
+        same: Whether the known values agree.
+        grave: Whether a difference is a finding; if not, it is a remark.
     """
 
     name: str
@@ -89,8 +92,8 @@ def diagnose(
     Args:
         checkpoint: As :func:`hstrain.exchange.importer.open_drafter` takes it.
         store_path: Store.
-        target: Checkpoint directory or hub id of the live target; None to leave it out.
-        dtype: Precision of the live target, as :func:`hscache.device.pick_dtype` takes it.
+        target: Checkpoint directory or hub id of the live target; None for no live target.
+        dtype: Precision of the live target, as in :func:`hscache.device.pick_dtype`.
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
     Raises:
@@ -98,12 +101,12 @@ def diagnose(
     """
     store, head = hscache.open(store_path), load_head(StorePaths(store_path).target)
     drafter, known = open_drafter(checkpoint, head, any_target=True)
-    config, there = drafter.config, store_facts(store)
-    released: Imported | None = known.get("imported")
+    config, stored = drafter.config, store_facts(store)
+    released: Released | None = known.get("imported")
     before: Mapping[str, Any] = known.get("provenance", {}).get("store", {})
     live = _live(target, store, config.taps, dtype, device) if target is not None else {}
     shape, mask = store.manifest["target"]["shape"], config.mask_token_id
-    used = _uses(store, mask)
+    used = _sample_with(store, mask)
     wanted = {
         "num_layers": config.num_target_layers,
         "hidden_size": config.hidden_size,
@@ -111,28 +114,28 @@ def diagnose(
     }
     facts = [
         _same("target shape", wanted, {key: shape[key] for key in wanted}, live.get("shape")),
-        _weights(released, before.get("weights"), there["weights"], live.get("weights")),
-        _same("tokenizer", before.get("tokenizer"), there["tokenizer"], live.get("tokenizer"), short=True),
+        _weights(released, before.get("weights"), stored["weights"], live.get("weights")),
+        _same("tokenizer", before.get("tokenizer"), stored["tokenizer"], live.get("tokenizer"), short=True),
         _taps(config.taps, store.taps, live),
         _same("logits", released and released.logits, head.facts["head"], live.get("head")),
         _scales(config.embed_scale, head.embed_scale, live.get("embed_scale")),
-        _same("norm kind", before.get("norm_kind"), there["norm_kind"], live.get("norm_kind")),
-        _kernels(before.get("kernel_path"), there["kernel_path"], live),
-        _same("target precision", before.get("target_dtype"), there["target_dtype"], live.get("dtype"), grave=False),
-        _same("codec", before.get("codec"), there["codec"], grave=False),
+        _same("norm kind", before.get("norm_kind"), stored["norm_kind"], live.get("norm_kind")),
+        _kernels(before.get("kernel_path"), stored["kernel_path"], live),
+        _same("target precision", before.get("target_dtype"), stored["target_dtype"], live.get("dtype"), grave=False),
+        _same("codec", before.get("codec"), stored["codec"], grave=False),
         Fact("mask token", mask, used, same=mask < config.vocab_size and used is None),
         _block(config.block_size, config.max_position_embeddings, int(store.n_tokens.max())),
         _causal(config.layer_types, released),
         Fact("rope", f"theta {config.rope_theta:g}, whole head of {config.head_dim}"),
     ]
     if live:
-        apart = live["apart"]
-        facts.append(Fact("live states", None, "stored", apart[0] or "not comparable", same=apart[1]))
+        distance, same = live["apart"]
+        facts.append(Fact("live states", None, "stored", distance, same=same))
     return facts
 
 
 def print_diagnosis(facts: list[Fact]) -> None:
-    """Print the facts as a table, and below it what each difference does."""
+    """Print the facts as a table, followed by the effect of each difference."""
     rows = [[f.name, *map(_text, (f.trained, f.store, f.live)), _mark(f)] for f in facts]
     table("what the drafter was trained on, and what it is used on", ["fact", "trained", "store", "live", ""], rows)
     for fact in facts:
@@ -150,8 +153,8 @@ def _live(target: str, store: Store, taps: tuple[int, ...], dtype: Dtype, device
     from hstrain.live.target import file_facts, kernel_fallback, kernel_path, open_target, target_shape
 
     layers = target_shape(target).num_layers
-    there = tuple(tap for tap in taps if tap < layers) or (0,)
-    with open_target(target, there, dtype=dtype, device=device, allow_fallback=True) as (live, observation):
+    existing = tuple(tap for tap in taps if tap < layers) or (0,)
+    with open_target(target, existing, dtype=dtype, device=device, allow_fallback=True) as (live, observation):
         found = {
             **file_facts(live.directory),
             "shape": live.loaded.shape.model_dump(),
@@ -160,11 +163,11 @@ def _live(target: str, store: Store, taps: tuple[int, ...], dtype: Dtype, device
             "embed_scale": live.loaded.embed_scale or 1.0,
             "dtype": live.dtype,
             "kernel_path": None,
-            "apart": ("", False),
+            "apart": ("not comparable", False),
         }
-        # token ids of another vocabulary, or taps that are not there, are findings of their own
+        # another shape and missing taps are findings of their own
         if found["shape"] == store.manifest["target"]["shape"] and set(taps) <= set(store.taps):
-            # of median length: a state that is lost between chunks of tokens does not show in a short one
+            # a sample of median length: in a short one, a state that is lost between chunks of tokens does not show
             sample = store.sample(int(store.n_tokens.argsort()[len(store) // 2]), taps=taps)
             rows = live.prefill(sample.input_ids.tolist())
             lossy = store.manifest["manifest"]["store"]["codec"]
@@ -187,19 +190,19 @@ def _apart(stored_TLH: Tensor, fresh_TLH: Tensor, taps: tuple[int, ...], codec: 
     return f"1-cos {turned:.1e}, norms {grown:.3f} times those stored, at tap {taps[worst]}", same
 
 
-def _uses(store: Store, token: int) -> str | None:
-    """Return the first stored sample that has the token, looking at a few hundred."""
+def _sample_with(store: Store, token: int) -> str | None:
+    """Return the first stored sample that contains a token, in words; only the first 256 are read."""
     for i in range(min(len(store), 256)):
         if bool(torch.any(store.sample(i, taps=store.taps[:1]).input_ids == token)):
             return f"in sample {store.sample_ids[i]!r}"
     return None
 
 
-def _weights(released: Imported | None, trained: object, store: object, live: object) -> Fact:
-    """Return the fact of the target's weights; a released drafter may carry some of them, but no digests."""
-    carried = [name for name in (released.apart if released else {}) if name.endswith(".weight")]
+def _weights(released: Released | None, trained: object, store: object, live: object) -> Fact:
+    """Compare the target's weights; a released drafter has no digests, but may contain some of the weights."""
+    carried = [name for name in (released.differences if released else {}) if name.endswith(".weight")]
     if carried:
-        return Fact("target weights", f"carries other {', '.join(carried)}", store, live, same=False)
+        return Fact("target weights", f"contains other {', '.join(carried)}", store, live, same=False)
     return _same("target weights", trained, store, live, short=True)
 
 
@@ -216,7 +219,7 @@ def _scales(trained: float, store: float, live: float | None) -> Fact:
 
 
 def _kernels(trained: object, store: object, live: Mapping[str, Any]) -> Fact:
-    """Return the fact of the kernel path: a remark, but where torch stands in for kernels on a GPU."""
+    """Compare the kernel paths: a difference is a remark; torch references on a GPU are a finding."""
     fact = _same("kernel path", trained, store, live.get("kernel_path"), grave=False)
     if not live.get("kernel_fallback"):
         return fact
@@ -230,8 +233,8 @@ def _block(block_size: int, positions: int, longest: int) -> Fact:
     )
 
 
-def _causal(layer_types: Sequence[str], released: Imported | None) -> Fact:
-    """Return the fact of the layers that are causal inside the block; vLLM's side is known of released folders only."""
+def _causal(layer_types: Sequence[str], released: Released | None) -> Fact:
+    """Compare which layers are causal inside the block; what vLLM makes of them is known for released folders only."""
     layers, sliding = len(layer_types), layer_types.count("sliding_attention")
     trained = f"{sliding} of {layers}, the sliding ones"
     if released is None or released.vllm_causal is None:
@@ -246,15 +249,15 @@ def _same(
     known = [value for value in (trained, store, live) if value is not None]
     same = all(value == known[0] for value in known)
     if short and same:  # digests only help a reader when they differ
-        said = "same files" if len(known) > 1 else "known"
-        trained, store, live = (value and said for value in (trained, store, live))
+        text = "same files" if len(known) > 1 else "known"
+        trained, store, live = (value and text for value in (trained, store, live))
     return Fact(name, trained, store, live, same, grave)
 
 
 def _mark(fact: Fact) -> str:
-    """Describe how the facts compare; a single known value is not an agreement."""
+    """Return the result of the comparison in a word; a single known value proves no agreement."""
     alone = fact.trained is None and (fact.store is None or fact.live is None)
-    return "DIFFERS" if not fact.same else "not said" if alone else "same"
+    return "DIFFERS" if not fact.same else "unknown" if alone else "same"
 
 
 def _text(value: object) -> str:

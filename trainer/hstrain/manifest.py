@@ -25,14 +25,14 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 """A float that may be written as a whole number (strict floats take integers); text such as ``"6e-4"`` is refused."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(gt=0, lt=1 << 31)]
-"""Such as fits wherever torch and NumPy keep sizes and positions."""
+"""A positive number below 2^31, so that every size and position fits into an int32."""
 
 
 class DrafterSpec(Section):
     """The drafter's shape; width and vocabulary are the target's."""
 
     layer_types: Annotated[tuple[LayerType, ...], Strict(False), Field(min_length=1)]
-    """One entry a layer: ``full_attention`` or ``sliding_attention``."""
+    """One entry per layer: ``full_attention`` or ``sliding_attention``."""
     intermediate_size: Count
     """Width of the feed-forward layers."""
     num_heads: Count
@@ -46,7 +46,7 @@ class DrafterSpec(Section):
     mask_token_id: int = Field(ge=0, lt=1 << 31)
     """Input id of the drafted slots: an id of the target's vocabulary that its text does not use."""
     taps: Taps | None = None
-    """Decoder blocks of the target that make the context; default: all that the store has."""
+    """Decoder blocks of the target that make the context; default: all taps of the store."""
     rope_theta: Number = Field(default=1e6, gt=0)
     """Base of the drafter's own rotary embedding."""
     rms_norm_eps: Number = Field(default=1e-6, gt=0)
@@ -56,32 +56,36 @@ class DrafterSpec(Section):
     max_position_embeddings: Count = 32768
     """Written to exports."""
     start: Annotated[str, Field(min_length=1)] | None = None
-    """Run, checkpoint or released drafter whose weights training begins from (``~`` is expanded); none: random ones."""
+    """Run, checkpoint or released drafter whose weights training starts with (``~`` is expanded); default: random."""
     logit_std: Number = Field(default=0.25, ge=0)
     """Calibrated random start: standard deviation of the first logits; 0 starts with norms of one."""
 
 
+_SHAPE_FIELDS = DrafterSpec.model_fields.keys() - {"start", "logit_std"}
+"""Fields of the drafter's shape that the manifest gives; the others follow from the store."""
+
+
 class DataSpec(Section):
-    """What is read, and how much of it makes a step."""
+    """The data that is read, and how much of it makes a step."""
 
     validation: Fraction = 0.05
     """Share of the samples held out, chosen by a hash of their ids."""
     max_tokens: Annotated[Count, Field(gt=2)] = 4096
-    """Of a longer sample a window of at most this length is trained on, drawn anew each epoch."""
+    """Longest part of a sample that is trained on: in a longer sample a window, drawn anew each epoch."""
     pack_tokens: Annotated[Count, Field(gt=1)] = 4096
     """Context tokens that go through the drafter together."""
     packs_per_step: Count = 1
-    """Packs of one optimizer step, shared among ranks; what a rank has more than one of, it accumulates."""
+    """Packs of one optimizer step, shared among ranks; a rank with several accumulates their gradients."""
     anchors: Count = 512
-    """Blocks drawn from a sample, each epoch, at most."""
+    """Most blocks drawn from a sample in an epoch."""
     noise: Number = Field(default=0.0, ge=0)
     """Normal noise on the drafter's copy of the context, relative to each state's RMS; never on targets."""
     max_bad_samples: int = Field(default=10, ge=0, lt=1 << 31)
-    """Unreadable samples that a run passes over, recorded in ``skipped.jsonl``, before it stops."""
+    """Most unreadable samples that a run skips, recorded in ``skipped.jsonl``, before it stops."""
 
 
 class LossSpec(Section):
-    """What a slot learns."""
+    """The loss of a slot."""
 
     kind: Kind = "ce"
     """``ce``, ``ce-argmax``, ``kl-topk``, ``kl-exact`` or ``tv``."""
@@ -92,44 +96,44 @@ class LossSpec(Section):
 
 
 class OptimSpec(Section):
-    """How weights move."""
+    """Optimizer and schedule."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """``muon`` takes the matrices, and AdamW what is left."""
+    """``muon`` updates the matrices, and AdamW the other parameters."""
     lr: Number = Field(default=6e-4, gt=0)
     """Peak learning rate."""
     weight_decay: Number = Field(default=0.0, ge=0)
     """Decoupled weight decay of the matrices."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """``wsd`` decays over the last fifth."""
+    """``wsd`` decays over the last fifth of the steps."""
     warmup: Fraction = 0.04
-    """Share of the steps."""
+    """Share of the steps over which the learning rate rises."""
     clip: Number = Field(default=1.0, gt=0)
     """Largest norm of the gradient."""
     epochs: Count = 6
     """Passes over the data."""
     max_steps: Count | None = None
-    """Stop, and end the schedule, earlier or later than the epochs say."""
+    """Length of run and schedule in steps, instead of epochs."""
 
 
 class RunSpec(Section):
     """How a run proceeds and what it writes."""
 
     seed: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
-    """Of weights, order and anchors."""
+    """Seed of weights, order and anchors."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of matrix products; ``auto`` is bf16 where the device has it in hardware, else fp32; a run keeps what it
-    began with. Weights and optimizer state are float32 in either case."""
+    """Precision of matrix products; ``auto`` is bf16 where the device has it in hardware, else fp32; a run keeps the
+    precision it started with. Weights and optimizer state are always float32."""
     log_every: Count = 10
-    """Steps between lines."""
+    """Steps between log lines."""
     validate_every: Count = 200
-    """Steps between validations; there is one at the beginning and one at the end, too."""
+    """Steps between validations; the first and the last step have one, too."""
     validation_samples: Count = 64
-    """Held-out samples of a validation, at most."""
+    """Most held-out samples of a validation."""
     checkpoint_every: Count = 500
-    """Steps between checkpoints; there is one at the end and at an interruption, too."""
+    """Steps between checkpoints; the end and an interruption write one, too."""
     keep: Count = 2
-    """Checkpoints that stay, the best one not counted."""
+    """Checkpoints that are kept, in addition to the best one."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -152,12 +156,7 @@ class TrainManifest(Section):
 
 
 def with_precision(manifest: TrainManifest, precision: str) -> TrainManifest:
-    """Return a manifest whose ``run.precision`` is settled, unless it was not ``auto``.
-
-    Args:
-        manifest: What is trained.
-        precision: ``bf16`` or ``fp32``.
-    """
+    """Return a manifest in which the precision ``auto`` is replaced by ``bf16`` or ``fp32``."""
     if manifest.run.precision != "auto":
         return manifest
     return manifest.model_copy(update={"run": manifest.run.model_copy(update={"precision": precision})})
@@ -171,36 +170,36 @@ def load_train_manifest(path: Path, overrides: Sequence[str] = ()) -> TrainManif
         overrides: ``key.path=value`` strings, applied in order.
 
     Raises:
-        ConfigError: As :func:`hscache.manifest.load_toml`; ``manifest-value`` also for fields that contradict.
+        ConfigError: As :func:`hscache.manifest.load_toml`; ``manifest-value`` also for contradicting fields.
     """
     return _consistent(load_toml(path, TrainManifest, overrides), str(path))
 
 
 def tuning_manifest(config: DrafterConfig, start: Path, overrides: Sequence[str] = ()) -> TrainManifest:
-    """Return the manifest of a run that goes on training a drafter.
+    """Return the manifest of a run that continues the training of a drafter.
 
     Args:
-        config: Its shape; what the store does not settle goes into the manifest.
-        start: Where its weights are.
+        config: Shape of the drafter; the manifest gets the fields that do not follow from the store.
+        start: Path of its weights.
         overrides: ``key.path=value`` strings for the other sections, applied in order.
 
     Raises:
         ConfigError: As :func:`load_train_manifest`; ``start-other-shape`` for an override of the drafter.
     """
-    shape = {name: value for name, value in asdict(config).items() if name in DrafterSpec.model_fields}
+    shape = {name: getattr(config, name) for name in _SHAPE_FIELDS}
     raw = {"drafter": {**shape, "start": str(start), "logit_std": 0.0}}
     manifest = _consistent(check_fields(raw, TrainManifest, str(start), overrides), str(start))
     if manifest.drafter != check_fields(raw["drafter"], DrafterSpec, str(start)):
         raise ConfigError(
             "start-other-shape",
-            f"--set {' '.join(overrides)}: [drafter] is that of {start} and cannot be set",
-            hint="set data, loss, optim and run",
+            f"--set {' '.join(overrides)}: [drafter] is the shape of {start} and cannot be changed",
+            hint="set only fields of data, loss, optim and run",
         )
     return manifest
 
 
 def _consistent(manifest: TrainManifest, where: str) -> TrainManifest:
-    """Return a manifest whose fields do not contradict one another."""
+    """Return the manifest, after checking that its fields do not contradict one another."""
     drafter = manifest.drafter
     sliding = "sliding_attention" in drafter.layer_types
     faults = {
@@ -217,12 +216,12 @@ def _consistent(manifest: TrainManifest, where: str) -> TrainManifest:
 
 
 def check_start(path: Path, found: DrafterConfig, wanted: DrafterConfig) -> None:
-    """Refuse a drafter to begin from that is shaped otherwise.
+    """Refuse a starting drafter of another shape.
 
     Args:
-        path: Where it is.
+        path: The starting drafter's.
         found: Its shape.
-        wanted: What manifest and store say.
+        wanted: The shape that manifest and store give.
 
     Raises:
         ConfigError: ``start-other-shape``, naming every field that differs.
@@ -232,8 +231,9 @@ def check_start(path: Path, found: DrafterConfig, wanted: DrafterConfig) -> None
     if differing:
         raise ConfigError(
             "start-other-shape",
-            f"{path}: not the drafter of the manifest and the store: {'; '.join(differing)}",
-            hint="take its shape: hstrain import writes a released drafter's manifest, a run's is in its manifest.json",
+            f"{path}: its shape differs from that of manifest and store: {'; '.join(differing)}",
+            hint="use the drafter's shape: hstrain import writes the manifest of a released drafter, and a run has its "
+            "own in manifest.json",
         )
 
 
@@ -262,15 +262,15 @@ def drafter_config(
     """Return the drafter's full shape.
 
     Args:
-        spec: The manifest's part.
-        taps: Those of the store, used where the manifest names none.
+        spec: The manifest's section ``drafter``.
+        taps: Taps of the store; all are used if the manifest gives none.
         hidden_size: Of the target.
         vocab_size: Of the target.
         num_layers: Of the target.
         embed_scale: Of the target.
 
     Raises:
-        ConfigError: ``taps-invalid`` for a tap that the store has not, or taps out of order; ``manifest-value`` for a
+        ConfigError: ``taps-invalid`` for a tap that the store lacks, or taps out of order; ``manifest-value`` for a
             mask token outside the vocabulary.
     """
     chosen = tuple(spec.taps or taps)
@@ -278,31 +278,21 @@ def drafter_config(
         raise ConfigError(
             "taps-invalid",
             f"drafter.taps {list(chosen)}: the store has {list(taps)}",
-            hint="take some of these, or build a store with the others",
+            hint="choose from these, or build a store that has the others",
         )
     if list(chosen) != sorted(set(chosen)):
-        raise ConfigError("taps-invalid", f"drafter.taps {list(chosen)}: must ascend, without repetition")
+        raise ConfigError("taps-invalid", f"drafter.taps {list(chosen)}: expected ascending, distinct taps")
     if spec.mask_token_id >= vocab_size:
         raise ConfigError(
             "manifest-value",
-            f"drafter.mask_token_id: {spec.mask_token_id}, the target's vocabulary has {vocab_size}",
-            hint="take an id of the vocabulary that the target's text does not use",
+            f"drafter.mask_token_id: {spec.mask_token_id}, the target's vocabulary has {vocab_size} tokens",
+            hint="use an id of the vocabulary that the target's text does not contain",
         )
+    given = {name: getattr(spec, name) for name in _SHAPE_FIELDS} | {"taps": chosen}
     return DrafterConfig(
+        **given,
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        taps=chosen,
         num_target_layers=num_layers,
-        layer_types=spec.layer_types,
-        intermediate_size=spec.intermediate_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=spec.block_size,
-        mask_token_id=spec.mask_token_id,
-        rope_theta=spec.rope_theta,
-        rms_norm_eps=spec.rms_norm_eps,
-        sliding_window=spec.sliding_window,
-        max_position_embeddings=spec.max_position_embeddings,
         embed_scale=embed_scale,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,18 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     return [r for r in records if r["kind"] == "train"], [r for r in records if r["kind"] == "validation"]
 
 
+@contextmanager
+def _picture(
+    out: Path, width: float, height: float, rows: int, columns: int, title: str | None = None
+) -> Iterator[Any]:
+    """Give the axes of a new figure, and write the picture when they are drawn."""
+    figure = new_figure(width, height)
+    yield figure.subplots(rows, columns).flat
+    if title is not None:
+        figure.suptitle(title)
+    figure.savefig(out, dpi=110)
+
+
 def plot_run(run: Path, out: Path) -> None:
     """Draw loss, tau, accuracy by slot and the share of time spent waiting for data.
 
@@ -40,31 +54,28 @@ def plot_run(run: Path, out: Path) -> None:
         EnvironmentFault: ``dependency-missing``.
     """
     train, held = read_metrics(run)
-    figure = new_figure(11, 7)
-    loss, tau, slots, wait = figure.subplots(2, 2).flat
-    steps = [r["step"] for r in train]
-    loss.plot(steps, [r["loss"] for r in train])
-    loss.set(title="training loss, mean over slots", xlabel="step", ylabel="nats")
-    tau.plot(steps, [r["tau"] for r in train], color="0.75", label="training blocks")
-    at = [r["step"] for r in held]
-    tau.plot(at, [r["tau"] for r in held], "o-", label="validation tau (serving walk)")
-    tau.fill_between(at, *zip(*(r["tau_interval"] for r in held), strict=True), alpha=0.2) if held else None
-    tau.plot(at, [r["tau_all"] for r in held], "s--", label="validation tau_all")
-    tau.plot(at, [r["ddtree"]["8"] for r in held], "^:", label="validation DDTree-8")
-    tau.set(title="acceptance length", xlabel="step", ylabel="tokens a step")
-    tau.legend()
-    for k in range(len(held[0]["acc"]) if held else 0):
-        slots.plot(at, [r["acc"][k] for r in held], "o-", markersize=3, label=f"slot {k + 1}")
-    slots.set(title="validation accuracy by slot", xlabel="step", ylim=(0, None))
-    slots.legend(ncols=2, fontsize="small") if held else None
-    wait.plot(steps, [100 * r["wait"] for r in train])
-    wait.set(title="waiting for data", xlabel="step", ylabel="% of the time", ylim=(0, None))
-    figure.suptitle(str(run))
-    figure.savefig(out, dpi=110)
+    with _picture(out, 11, 7, 2, 2, str(run)) as (loss, tau, slots, wait):
+        steps = [r["step"] for r in train]
+        loss.plot(steps, [r["loss"] for r in train])
+        loss.set(title="training loss, mean over slots", xlabel="step", ylabel="nats")
+        tau.plot(steps, [r["tau"] for r in train], color="0.75", label="training blocks")
+        at = [r["step"] for r in held]
+        tau.plot(at, [r["tau"] for r in held], "o-", label="validation tau (serving walk)")
+        tau.fill_between(at, *zip(*(r["tau_interval"] for r in held), strict=True), alpha=0.2) if held else None
+        tau.plot(at, [r["tau_all"] for r in held], "s--", label="validation tau_all")
+        tau.plot(at, [r["ddtree"]["8"] for r in held], "^:", label="validation DDTree-8")
+        tau.set(title="acceptance length", xlabel="step", ylabel="tokens per step")
+        tau.legend()
+        for k in range(len(held[0]["acc"]) if held else 0):
+            slots.plot(at, [r["acc"][k] for r in held], "o-", markersize=3, label=f"slot {k + 1}")
+        slots.set(title="validation accuracy by slot", xlabel="step", ylim=(0, None))
+        slots.legend(ncols=2, fontsize="small") if held else None
+        wait.plot(steps, [100 * r["wait"] for r in train])
+        wait.set(title="waiting for data", xlabel="step", ylabel="% of the time", ylim=(0, None))
 
 
 def plot_evaluation(found: dict[str, Any], out: Path) -> None:
-    """Draw accuracy by slot, the histogram of walk steps, and tau beside the trees.
+    """Draw accuracy by slot, the histogram of walk steps, and tau by the size of the draft tree.
 
     Args:
         found: From :func:`hstrain.score.report.evaluate`.
@@ -73,24 +84,22 @@ def plot_evaluation(found: dict[str, Any], out: Path) -> None:
     Raises:
         EnvironmentFault: ``dependency-missing``.
     """
-    figure = new_figure(13, 4)
-    slots, steps, trees = figure.subplots(1, 3)
     rows, width = found["rows"], 0.8 / len(found["rows"])
-    for i, row in enumerate(rows):
-        name = f"{row['checkpoint']} ({row['store']})"
-        slots.plot(range(1, len(row["acc"]) + 1), row["acc"], "o-", label=name)
-        share = np.array(row["histogram"]) / max(sum(row["histogram"]), 1)
-        steps.bar(np.arange(1, len(share) + 1) + (i - (len(rows) - 1) / 2) * width, share, width)
-        trees.plot(["chain", *map(str, SIZES)], [row["tau"], *(row["ddtree"][str(n)] for n in SIZES)], "o-")
-    slots.set(title="accuracy by slot", xlabel="slot", ylim=(0, 1))
-    slots.legend(fontsize="x-small")
-    steps.set(title="tokens a step of the serving walk", xlabel="tokens", ylabel="share of steps")
-    trees.set(title="tau by nodes of the draft tree", xlabel="nodes", ylabel="tokens a step")
-    figure.savefig(out, dpi=110)
+    with _picture(out, 13, 4, 1, 3) as (slots, steps, trees):
+        for i, row in enumerate(rows):
+            name = f"{row['checkpoint']} ({row['store']})"
+            slots.plot(range(1, len(row["acc"]) + 1), row["acc"], "o-", label=name)
+            share = np.array(row["histogram"]) / max(sum(row["histogram"]), 1)
+            steps.bar(np.arange(1, len(share) + 1) + (i - (len(rows) - 1) / 2) * width, share, width)
+            trees.plot(["chain", *map(str, SIZES)], [row["tau"], *(row["ddtree"][str(n)] for n in SIZES)], "o-")
+        slots.set(title="accuracy by slot", xlabel="slot", ylim=(0, 1))
+        slots.legend(fontsize="x-small")
+        steps.set(title="tokens per step of the serving walk", xlabel="tokens", ylabel="share of steps")
+        trees.set(title="tau by nodes of the draft tree", xlabel="nodes", ylabel="tokens per step")
 
 
 def plot_speculation(found: dict[str, Any], out: Path) -> None:
-    """Draw the histogram of steps, tau of each prompt, and what a step costs beside what it yields.
+    """Draw the histogram of steps, tau of each prompt, and what a step costs and yields.
 
     Args:
         found: From :func:`hstrain.live.speculate.speculate_prompts`.
@@ -99,24 +108,22 @@ def plot_speculation(found: dict[str, Any], out: Path) -> None:
     Raises:
         EnvironmentFault: ``dependency-missing``.
     """
-    figure = new_figure(13, 4)
-    steps, prompts, cost = figure.subplots(1, 3)
-    accepted = [tokens for entry in found["prompts"] for tokens in entry["accepted"]]
-    share = np.bincount(accepted, minlength=found["block_size"] + 1)[1:] / max(len(accepted), 1)
-    steps.bar(range(1, len(share) + 1), share)
-    steps.set(title="tokens a step", xlabel="tokens", ylabel="share of steps")
-    taus = sorted(entry["tau"] for entry in found["prompts"] if entry["tau"] is not None)
-    prompts.plot(taus, "o-", markersize=3)
-    prompts.set(title="tau by prompt, ascending", xlabel="prompts", ylabel="tokens a step")
-    plain, bottom = found["tokens_per_s"]["plain"], 0.0
-    # without plain decoding to measure by, seconds
-    scale, unit = (plain, "tokens without a drafter") if plain else (1.0, "seconds")
-    for part, seconds in found["step_s"].items():
-        cost.bar(["a step costs"], [seconds * scale], bottom=bottom, label=part)
-        bottom += seconds * scale
-    if plain and found["tau"] is not None:
-        cost.bar(["a step yields"], [found["tau"]], color="0.6")
-    cost.set(title="cost and yield of a step", ylabel=unit)
-    cost.legend()
-    figure.suptitle(f"{found['target']}, {found['dtype']} on {found['device']}")
-    figure.savefig(out, dpi=110)
+    title = f"{found['target']}, {found['dtype']} on {found['device']}"
+    with _picture(out, 13, 4, 1, 3, title) as (steps, prompts, cost):
+        accepted = [tokens for entry in found["prompts"] for tokens in entry["accepted"]]
+        share = np.bincount(accepted, minlength=found["block_size"] + 1)[1:] / max(len(accepted), 1)
+        steps.bar(range(1, len(share) + 1), share)
+        steps.set(title="tokens per step", xlabel="tokens", ylabel="share of steps")
+        taus = sorted(entry["tau"] for entry in found["prompts"] if entry["tau"] is not None)
+        prompts.plot(taus, "o-", markersize=3)
+        prompts.set(title="tau by prompt, ascending", xlabel="prompts", ylabel="tokens per step")
+        plain, bottom = found["tokens_per_s"]["plain"], 0.0
+        # in seconds if the speed of plain decoding is not known
+        scale, unit = (plain, "tokens without a drafter") if plain else (1.0, "seconds")
+        for part, seconds in found["step_s"].items():
+            cost.bar(["a step costs"], [seconds * scale], bottom=bottom, label=part)
+            bottom += seconds * scale
+        if plain and found["tau"] is not None:
+            cost.bar(["a step yields"], [found["tau"]], color="0.6")
+        cost.set(title="cost and yield of a step", ylabel=unit)
+        cost.legend()

@@ -12,34 +12,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hstrain.data import packs as data_module
 from hstrain.data.anchors import anchor_candidates, choose_anchors, choose_window, random_of, slot_tokens
 from hstrain.data.packs import Pack, PackShape, PackStream, Schedule, split
-from hstrain.drafter.losses import BlockLoss, Head
 from hstrain.manifest import DataSpec
-from hstrain.train import step as step_module
-from hstrain.train.parallel import World
-from hstrain.train.step import Trainer
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import hscache
-from hscache.store.head import TargetHead
 from hscache.store.index import load_index
 from hscache.store.reader import Store
 from hscache.store.ring import ReadAhead
-from tests.made.stores import HIDDEN, Little, flip, little_manifest, make_store
-from tests.made.trainers import BLOCK, LENGTHS, damage, pack_of, sample, train_manifest, training_store, turn_rows
+from tests.made.stores import TAPS, Little, flip, little_manifest, make_store
+from tests.made.trainers import (
+    BLOCK,
+    LENGTHS,
+    damage,
+    pack_of,
+    packs_differ_from_store,
+    sample,
+    train_manifest,
+    training_store,
+    turn_rows,
+)
 
-TAPS = (0, 2, 3)
 ALL = PackShape(TAPS, BLOCK, top=True)
-CPU = World(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def little(tmp_path_factory: pytest.TempPathFactory) -> Little:
-    return training_store(tmp_path_factory.mktemp("data") / "store")
 
 
 @pytest.fixture(scope="module")
@@ -306,44 +303,6 @@ def test_long_samples_are_read_only_around_their_anchors(store: Store, monkeypat
         assert len(seen.get(sample_id, ())) >= 0.9 * len(anchor_candidates(store.loss_mask(i)))
 
 
-def packs_differ_from_store(packs: Iterable[Pack], store: Store, windows: dict[int, tuple[int, int]]) -> list[str]:
-    """Return where rows, positions, visible ranges, labels or distributions of packs are not what the store says."""
-    faults = []
-    for pack in packs:
-        block = 0
-        for sample_id in pack.sample_ids:
-            i = store.index_of(sample_id)
-            start, stop = windows.get(i, (0, int(store.n_tokens[i])))
-            whole = store.sample(i)
-            lo = int(pack.lo_N[block])
-            while block < len(pack.lo_N) and int(pack.lo_N[block]) == lo:
-                a, hi = int(pack.anchors_N[block]), int(pack.hi_N[block])
-                context = {
-                    "positions": pack.positions_T[lo:hi].tolist() == list(range(start, a)),
-                    "states": torch.equal(pack.states_TLH[lo:hi], whole.hidden_states[start:a]),
-                    "anchor": int(pack.anchor_ids_N[block]) == int(whole.input_ids[a]),
-                }
-                faults += [f"{sample_id} at {a}: {name}" for name, right in context.items() if not right]
-                for k in range(1, BLOCK):
-                    at = a + k
-                    going = at < stop and bool(whole.loss_mask[a : at + 1].all())
-                    label = int(pack.targets.tokens_NK[block, k - 1])
-                    if label != (int(whole.input_ids[at]) if going else -1):
-                        faults.append(f"{sample_id} at {a}: slot {k} says {label}")
-                    row = int(pack.targets.rows_NK[block, k - 1])
-                    if going and pack.targets.top_ids is not None:
-                        of = list(whole.logits.positions).index(at)
-                        if not torch.equal(pack.targets.top_ids[row], whole.logits.ids[of]):
-                            faults.append(f"{sample_id} at {a}: slot {k} has another token's distribution")
-                        if not torch.equal(pack.targets.top_logprobs[row], whole.logits.logprobs[of]):
-                            faults.append(f"{sample_id} at {a}: slot {k} has other log-probabilities")
-                    final = pack.targets.final_states
-                    if going and final is not None and not torch.equal(final[row], whole.final_state[at - 1]):
-                        faults.append(f"{sample_id} at {a}: slot {k} has another token's final state")
-                block += 1
-    return faults
-
-
 # labels
 
 
@@ -386,122 +345,6 @@ def test_samples_without_anchors_leave_no_trace(tmp_path: Path) -> None:
     little = make_store(tmp_path / "store", rows, manifest=little_manifest())
     packs = epoch(hscache.open(little.path), spec())
     assert list(blocks_in(packs)) == ["t0"]
-
-
-# slots: what trains, and what it is trained to say
-
-
-def exact_head() -> Head:
-    """A head that gives a state back as the token whose row it is."""
-    rows = torch.randn(32, HIDDEN, generator=torch.Generator().manual_seed(0))
-    rows /= rows.norm(dim=1, keepdim=True)
-    facts = {"head": {"scale": 1.0, "softcap": None}}
-    return Head(TargetHead(rows, rows, torch.ones(HIDDEN), facts), "cpu", torch.float32)
-
-
-def slot_k_is_token_anchor_plus_k(little: Little) -> None:
-    """Hand the loss states that say token anchor + k in slot k, and look at what it makes of every slot."""
-    trainer = Trainer(train_manifest(data={"anchors": 512}, loss={"weights": "none"}), little.path, CPU)
-    trainer.head = exact_head()
-    with trainer.stream(0) as stream:
-        (pack,) = next(stream)
-    hidden = torch.zeros(len(pack.anchors_N), BLOCK, HIDDEN)
-    there = torch.zeros(len(pack.anchors_N), BLOCK, dtype=torch.bool)
-    for n, (a, lo) in enumerate(zip(pack.anchors_N.tolist(), pack.lo_N.tolist(), strict=True)):
-        whole = trainer.store[trainer.store.index_of(pack.sample_ids[sorted(set(pack.lo_N.tolist())).index(lo)])]
-        for k in range(BLOCK):
-            if a + k < len(whole.input_ids) and whole.loss_mask[a : a + k + 1].all():
-                hidden[n, k] = 20 * trainer.head.lm_head_VH[int(whole.input_ids[a + k])]
-                there[n, k] = k > 0
-    hidden.requires_grad_()
-    trainer.hidden = lambda pack, step: hidden  # type: ignore[method-assign]
-    result = trainer.loss(pack, 0)
-    assert torch.equal(result.trained_NK, there[:, 1:])
-    assert torch.equal(result.correct_NK, there[:, 1:])
-    result.loss_sum.backward()
-    assert hidden.grad is not None
-    assert hidden.grad[~there].eq(0).all(), "a slot that predicts nothing is trained"
-    assert hidden.grad[there].abs().sum(-1).gt(0).all()
-
-
-def test_slot_k_is_trained_to_say_token_anchor_plus_k_and_slot_0_nothing(little: Little) -> None:
-    slot_k_is_token_anchor_plus_k(little)
-
-
-def test_labels_shifted_by_one_are_noticed(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: slot k says token anchor + k - 1."""
-
-    def shifted(ids: Any, mask: Any, anchors: Any, size: int) -> Any:
-        return slot_tokens(ids, mask, anchors - 1, size)
-
-    monkeypatch.setattr(data_module, "slot_tokens", shifted)
-    with pytest.raises(AssertionError):
-        slot_k_is_token_anchor_plus_k(little)
-
-
-def test_a_trained_slot_0_is_noticed(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the loss is taken of slots 0 .. B-2, as if the drafter predicted the next token."""
-
-    def from_slot_0(hidden: torch.Tensor, *args: Any, **options: Any) -> BlockLoss:
-        whole = torch.as_strided(hidden, hidden.shape, hidden.stride(), hidden.storage_offset() - HIDDEN)
-        return step_module_head_loss(whole, *args, **options)
-
-    step_module_head_loss = step_module.head_loss
-    monkeypatch.setattr(step_module, "head_loss", from_slot_0)
-    with pytest.raises(AssertionError):
-        slot_k_is_token_anchor_plus_k(little)
-
-
-# noise
-
-
-def noise_touches_the_context_alone(little: Little, monkeypatch: pytest.MonkeyPatch, noise: float = 0.1) -> None:
-    """Take a step's loss with noise and compare what drafter and targets were given with the store."""
-    trainer = Trainer(train_manifest(data={"noise": noise}, loss={"kind": "kl-exact"}), little.path, CPU)
-    with trainer.stream(0) as stream:
-        (pack,) = next(stream)
-    given: dict[str, Any] = {}
-    model, loss = trainer.model, step_module.head_loss
-
-    def seen(states: torch.Tensor, *args: Any) -> torch.Tensor:
-        given.setdefault("states", []).append(states.clone())
-        return model(states, *args)
-
-    def noting(hidden: torch.Tensor, head: Head, targets: Any, **options: Any) -> BlockLoss:
-        given["targets"] = targets
-        return loss(hidden, head, targets, **options)
-
-    trainer.model = seen  # type: ignore[assignment]
-    monkeypatch.setattr(step_module, "head_loss", noting)
-    clean = pack.states_TLH.clone()
-    for step in (0, 0, 1):
-        trainer.loss(pack, step)
-        assert packs_differ_from_store([dataclasses.replace(pack, targets=given["targets"])], trainer.store, {}) == []
-    assert torch.equal(pack.states_TLH, clean)
-    a, b, c = given["states"]
-    assert torch.equal(a, b)  # a function of seed and step
-    assert not torch.equal(a, c)
-    added = (a.float() - clean.float()).square().mean((0, 2)).sqrt() / clean.float().square().mean((0, 2)).sqrt()
-    assert added.tolist() == pytest.approx([noise] * len(TAPS), rel=0.2)
-
-
-def test_noise_touches_the_drafters_copy_of_the_context_alone(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:
-    noise_touches_the_context_alone(little, monkeypatch)
-
-
-def test_targets_made_from_noised_states_are_noticed(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a public run trained for days like this."""
-    noisy = Trainer._noisy
-
-    def planted(self: Trainer, pack: Pack, step: int) -> torch.Tensor:
-        final = pack.targets.final_states
-        assert final is not None
-        final += (0.1 * torch.randn(final.shape)).to(final.dtype)
-        return noisy(self, pack, step)
-
-    monkeypatch.setattr(Trainer, "_noisy", planted)
-    with pytest.raises(AssertionError, match="another token's final state"):
-        noise_touches_the_context_alone(little, monkeypatch)
 
 
 def test_a_tap_that_is_the_final_state_is_refused(tmp_path: Path) -> None:

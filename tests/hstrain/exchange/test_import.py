@@ -15,7 +15,6 @@ import pytest
 import torch
 from hstrain.drafter.model import DrafterConfig
 from hstrain.exchange import importer
-from hstrain.exchange.export import export_speculators, export_zlab
 from hstrain.exchange.importer import read_checkpoint
 from hstrain.exchange.layouts import Layout, read_config, speculators_config, zlab_config
 from hstrain.manifest import TrainManifest, drafter_config, drafter_in, load_train_manifest, tuning_manifest
@@ -26,7 +25,6 @@ from hstrain.train.parallel import World
 from hstrain.train.step import Trainer
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 import hscache
 from hscache.errors import ConfigError, ConflictError, InputError
@@ -34,14 +32,13 @@ from hscache.manifest import check_fields, to_toml
 from hscache.store.head import TargetHead, load_head
 from tests.hstrain.train.test_fit import Killed, die, during_step, last, metrics, same_checkpoint, terminate
 from tests.made import drafters
+from tests.made.drafters import EXPORTS, Change
 from tests.made.hybrid import Hybrid
 from tests.made.stores import HIDDEN, VOCAB, Little
 from tests.made.trainers import SHAPE, little_config, little_drafter, train_manifest, training_store
 
 TAPS = (0, 2)
 """Of the little store, those that an export can hold: its third is the target's last block."""
-EXPORTS = {"zlab": export_zlab, "speculators": export_speculators}
-Change = Callable[[dict[str, Any]], object]
 pytestmark = pytest.mark.usefixtures("no_disk")
 
 
@@ -63,14 +60,7 @@ def release(little: Little, tmp_path: Path) -> Callable[..., Path]:
         drafter = little_drafter(dataclasses.replace(little_config(taps=TAPS), **shape), seed)
         head = load_head(little.path / "target")
         EXPORTS[layout](drafter, head, folder, provenance={"target": "little"}, dtype="float32")
-        content, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-        if config is not None:
-            config(content)
-        if weights is not None:
-            weights(tensors)
-        (folder / "config.json").write_text(json.dumps(content))
-        save_file(tensors, folder / "model.safetensors")
-        return folder
+        return drafters.rewrite(folder, config, weights)
 
     return run
 
@@ -127,7 +117,7 @@ def test_a_shape_comes_through_config_and_manifest_whole(config: DrafterConfig, 
     else:
         written = speculators_config(config, head, "bfloat16", "little")
     read = read_config(Path("theirs"), json.loads(json.dumps(written)), head)
-    assert read.notes == []
+    assert read.notes == ()
     text = to_toml(tuning_manifest(read.config, Path('/a "b"')))
     spec = check_fields(tomllib.loads(text), TrainManifest, "test").drafter
     assert spec.start == '/a "b"'
@@ -164,8 +154,8 @@ def test_import_prints_facts_and_writes_nothing_unasked(
     drafter, _ = read_checkpoint(folder)
     assert said == {
         "layout": "zlab",
-        "taps": "[0, 2] of 4 blocks from 0 on; the store has them",
-        "block": "4: the anchor and 3 drafted",
+        "taps": "[0, 2] of 4 blocks, counted from 0; the store has them",
+        "block": "4 tokens: the anchor and 3 drafted",
         "mask token": "31",
         "layers": "2: sliding, full; window 6 tokens",
         "widths": "8, feed-forward 16",
@@ -305,7 +295,7 @@ def test_fine_tuning_begins_where_the_released_drafter_is(
 
     report = hstrain("fit", toml, *at, "--out", run, "--device", "cpu", "--json")
     assert report.status == 0
-    assert f"beginning from {released}" in report.err
+    assert f"starting from the weights of {released}" in report.err
     scoring = ("--held-out", 0.8, "--precision", precision, "--device", "cpu", "--json")
     (scored,) = hstrain("eval", released, *at, *scoring).json["rows"]
     before, *_ = metrics(run)
@@ -331,7 +321,7 @@ def test_the_card_of_a_drafter_that_was_never_trained_here_says_so(
 ) -> None:
     assert hstrain("export", release(), "--store", little.path, "--out", tmp_path / "out").status == 0
     card = (tmp_path / "out/README.md").read_text()
-    assert "a drafter that it did not train" in card
+    assert "which did not train it" in card
     assert "Trained offline" not in card
 
 

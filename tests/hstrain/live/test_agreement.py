@@ -114,11 +114,11 @@ def test_the_anchors_own_row_in_the_live_context_is_noticed(hybrid: Hybrid, monk
         """Draft from a context that has the anchor's row, as if the target had read it before."""
         assert anchor == sample.input_ids[self.length]
         at, none = torch.tensor([self.length]), torch.zeros(1, dtype=torch.long)
-        new = self._drafter.context(states[self.length, None], at)
+        new = self.drafter.context(states[self.length, None], at)
         grown = [(torch.cat((a[0], b[0])), torch.cat((a[1], b[1]))) for a, b in zip(self._context, new, strict=True)]
         blocks = Blocks(at, none, at + 1, self.block_size, self.length + 1)
-        inputs = evaluate.block_inputs(torch.tensor([anchor]), self.head.embed, self._drafter.config)
-        return self.head.logits(self._drafter.draft(inputs, blocks, grown)[1:])
+        inputs = evaluate.block_inputs(torch.tensor([anchor]), self.head.embed, self.drafter.config)
+        return self.head.logits(self.drafter.draft(inputs, blocks, grown)[1:])
 
     monkeypatch.setattr(Draft, "propose", too_much)
     assert parted(compare(hybrid, samples=1)) == [sample.sample_id]

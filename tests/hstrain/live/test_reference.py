@@ -158,11 +158,11 @@ def test_our_text_may_be_the_one_that_ended(target: LiveTarget, texts: dict[tupl
     drafter, head = random_drafter(target), head_of(target)
     ours, draft = decode(target, prompt.ids, Sampling(8)), Draft(drafter, head, target.device)
     longer = Reference([*ours.ids[:-1], 5, 6, 7], None, False, "server", True)
-    parts = score_reference(target, drafter, draft, prompt, longer, ours)["parts"]
+    parts = score_reference(target, draft, prompt, longer, ours)["parts"]
     assert (parts["position"], parts["server"], parts["ours"]) == (4, 5, 0)
     short = Reference(list(ours.ids), None, False, "server", True)
     ours.ids.pop()
-    parts = score_reference(target, drafter, draft, prompt, short, ours)["parts"]
+    parts = score_reference(target, draft, prompt, short, ours)["parts"]
     assert parts == {"position": 4, "server": 0, "ours": None, "top_ids": None, "top_logits": None, "gap": None}
 
 
@@ -174,7 +174,7 @@ def test_an_end_token_kept_back_is_the_likeliest(target: LiveTarget, texts: dict
     try:
         for end, wanted in ((None, 0), (1999, 1999)):
             kept_back = Reference(ours.ids[:-1], end, True, "server", True)
-            assert score_reference(target, drafter, draft, prompt, kept_back, ours)["ids"] == [*ours.ids[:-1], wanted]
+            assert score_reference(target, draft, prompt, kept_back, ours)["ids"] == [*ours.ids[:-1], wanted]
     finally:
         target.eos_ids = before
 
@@ -203,11 +203,15 @@ def refuse(prompt: tuple[int, ...], **changes: Any) -> Callable[[dict[str, Any],
         ("other-prompt", "the server read 10", {"more": {"usage": {"prompt_tokens": 10}}}),
         ("other-tokens", "[2048, -1], expected ids below 2048", {"choice": {"token_ids": [5, 2048, -1]}}),
         ("other-tokens", "['a'], expected", {"choice": {"token_ids": ["a", 5]}}),
-        ("other-tokens", "5000 tokens, room for 4087", {"choice": {"token_ids": [5] * 5000}}),
+        ("other-tokens", "5000 tokens, expected at most 4087", {"choice": {"token_ids": [5] * 5000}}),
         ("unfinished", "'abort'", {"choice": {"finish_reason": "abort"}}),
-        ("too-many-tokens", "50 tokens, asked for 8", {"choice": {"token_ids": [5] * 50, "finish_reason": "length"}}),
-        ("too-many-tokens", "9 tokens, asked for 8", {"choice": {"token_ids": [*[5] * 8, 0]}}),
-        ("too-many-tokens", "asked for 8", {"choice": {"token_ids": None, "text": "one two three\n" * 9}}),
+        (
+            "too-many-tokens",
+            "50 tokens, expected at most 8",
+            {"choice": {"token_ids": [5] * 50, "finish_reason": "length"}},
+        ),
+        ("too-many-tokens", "9 tokens, expected at most 8", {"choice": {"token_ids": [*[5] * 8, 0]}}),
+        ("too-many-tokens", "expected at most 8", {"choice": {"token_ids": None, "text": "one two three\n" * 9}}),
         ("no-text", r"half a character in 'a\ud800'", {"choice": {"token_ids": None, "text": "a\ud800"}}),
         ("no-text", r"\udfff", {"choice": {"text": "\udfff"}}),
     ],
@@ -244,7 +248,7 @@ def test_an_end_token_that_only_the_server_knows_is_the_end(
     assert (kept_back.ids, kept_back.end) == ([*ids, end], None)
     prompt, drafter = Prompt("f", 0, "a", [2, 318, 3], None), random_drafter(target)
     draft, ours = Draft(drafter, head_of(target), target.device), decode(target, prompt.ids, Sampling(8))
-    assert score_reference(target, drafter, draft, prompt, told, ours)["ids"] == [*ids, end]
+    assert score_reference(target, draft, prompt, told, ours)["ids"] == [*ids, end]
 
 
 def test_figures_are_over_the_prompts_that_have_a_reference(hstrain: Any, engine: Engine, at: list[object]) -> None:
@@ -262,10 +266,10 @@ def test_figures_are_over_the_prompts_that_have_a_reference(hstrain: Any, engine
     lines = {line[2:12].strip(): line[14:] for line in answer.out.splitlines()[1:]}
     assert lines["references"] == f"2 (1 without), 10 tokens of tiny at {url}/v1"
     assert lines["their tau"].endswith(f"{report['reference']['tau_live']:.3f} live on the same prompts")
-    assert lines["their ids"].startswith("2 by server")
-    assert lines["their text"] == "1 of 2 as the target's own greedy text here"
+    assert lines["their ids"].startswith("2 from the server")
+    assert lines["their text"] == "1 of 2 equal to the target's own greedy text here"
     assert "add: no reference: prompt-refused: HTTP 422: no" in answer.err
-    assert "queue: parts from the reference: {'position': 4, 'server': 77, 'ours':" in answer.err
+    assert "queue: differs from the reference: {'position': 4, 'server': 77, 'ours':" in answer.err
 
 
 def read(answer: Answer, target: LiveTarget, tokenizer: Any, prompt: list[int]) -> Reference:

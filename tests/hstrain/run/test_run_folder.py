@@ -38,13 +38,7 @@ from tests.made.runs import (
     terminate,
 )
 from tests.made.stores import Little, flip, little_manifest, make_store
-from tests.made.trainers import SHAPE, train_manifest, training_store, turn_rows
-
-
-@pytest.fixture(scope="module")
-def little(tmp_path_factory: pytest.TempPathFactory) -> Little:
-    return training_store(tmp_path_factory.mktemp("fit") / "store")
-
+from tests.made.trainers import SHAPE, train_manifest, turn_rows
 
 pytestmark = pytest.mark.usefixtures("no_disk")
 
@@ -107,7 +101,7 @@ def test_a_line_that_is_no_record_is_named(little: Little, tmp_path: Path) -> No
         lambda: run(little, tmp_path / "run", manifest(optim={"max_steps": 2})),
         lambda: read_metrics(tmp_path / "run"),
     ):
-        with pytest.raises(IntegrityError, match="line 5 is no record") as caught:
+        with pytest.raises(IntegrityError, match="line 5 is not the record") as caught:
             act()
         assert caught.value.code == "checkpoint-damaged"
 
@@ -145,7 +139,7 @@ def test_without_its_damaged_best_checkpoint_a_run_is_its_newest_one(little: Lit
     flip(paths.checkpoint(4) / "drafter.safetensors", 400)
     with pytest.raises(IntegrityError) as caught:
         load_drafter(tmp_path / "run")
-    assert "the newest one that its run still has" in str(caught.value.hint)
+    assert "the newest one that is left" in str(caught.value.hint)
     shutil.rmtree(paths.checkpoint(4))
     assert load_drafter(tmp_path / "run")[1]["step"] == STEPS
 

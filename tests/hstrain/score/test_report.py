@@ -212,7 +212,7 @@ def test_what_a_run_began_from_was_trained_too(
         found = evaluate([checkpoint], [little.path], device="cpu")
         assert (found["held_out"], found["rows"][0]["trained_on"]) == (share, None)
         print_evaluation(found)
-        assert "is not known" in capsys.readouterr().out
+        assert "it is unknown" in capsys.readouterr().out
 
 
 def test_samples_of_another_corpus_may_have_been_trained_on_or_not(
@@ -224,7 +224,7 @@ def test_samples_of_another_corpus_may_have_been_trained_on_or_not(
     print_evaluation(found)
     out = capsys.readouterr().out
     assert "held-out" not in out
-    assert "is not known" in out
+    assert "it is unknown" in out
 
 
 def test_every_sample_is_not_held_out(run: Path, little: Little, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,12 +50,6 @@ from tests.made.runs import (
 from tests.made.stores import Little, little_manifest, make_store
 from tests.made.trainers import LENGTHS, train_manifest, training_store, turn_rows, write_manifest
 
-
-@pytest.fixture(scope="module")
-def little(tmp_path_factory: pytest.TempPathFactory) -> Little:
-    return training_store(tmp_path_factory.mktemp("fit") / "store")
-
-
 pytestmark = pytest.mark.usefixtures("no_disk")
 
 

@@ -23,12 +23,6 @@ from tests.made.runs import (
 from tests.made.stores import Little, little_manifest, make_store
 from tests.made.trainers import damage, train_manifest, training_store, turn_rows
 
-
-@pytest.fixture(scope="module")
-def little(tmp_path_factory: pytest.TempPathFactory) -> Little:
-    return training_store(tmp_path_factory.mktemp("fit") / "store")
-
-
 pytestmark = pytest.mark.usefixtures("no_disk")
 
 
@@ -132,8 +126,8 @@ def test_a_store_without_a_single_anchor_is_refused_after_an_epoch_has_looked(tm
         assert refused.value.code == "no-anchors"
         trainer = Trainer(manifest(**how), little.path, World.join("cpu"))
         seen = trainer.schedule.packs(0)[: 3 if name == "short" else None]
-        assert f"of the {sum(map(len, seen))} samples" in refused.value.message
-        assert f"({len(trainer.train)} are there to train on)" in refused.value.message
+        assert f"of their {sum(map(len, seen))} samples" in refused.value.message
+        assert f"(of {len(trainer.train)} to train on)" in refused.value.message
     with pytest.raises(InputError) as refused:
         run(little, tmp_path / "heart", overfit=1)
     assert refused.value.code == "no-anchors"

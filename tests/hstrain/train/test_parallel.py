@@ -1,4 +1,4 @@
-"""A step is what it is, however it is cut: into packs, groups of queries, ranks, or pieces that are computed again."""
+"""A step on two ranks equals the step of one process, and all ranks of a run agree."""
 
 from __future__ import annotations
 
@@ -15,117 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from hstrain.drafter import attention as masks
-from hstrain.drafter.losses import Kind, Weights
-from hstrain.manifest import TrainManifest
 from hstrain.run.checkpoint import load_drafter, load_state
 from hstrain.run.folder import RunPaths
 from hstrain.train.fit import fit
 from hstrain.train.parallel import World, whole_tensors
 from hstrain.train.step import Trainer
 
-from tests.made.ranks import ALONE, first_step, run
+from tests.made.ranks import ALONE, UNCLIPPED, first_step, run, same_step
 from tests.made.stores import Little
 from tests.made.trainers import LENGTHS, damage, train_manifest, training_store, write_manifest
 
 pytestmark = pytest.mark.thorough
 
 Found = dict[str, Any]
-UNCLIPPED = {"optim": {"clip": 1e9, "warmup": 0.0}}
-
-
-@pytest.fixture(scope="module")
-def little(tmp_path_factory: pytest.TempPathFactory) -> Little:
-    return training_store(tmp_path_factory.mktemp("ranks") / "store")
-
-
-def manifest(**sections: dict[str, Any]) -> TrainManifest:
-    # the calibrated start looks at the first pack, and so depends on what that is
-    return train_manifest(**{**UNCLIPPED, "drafter": {"logit_std": 0}, **sections})
-
-
-def same_step(a: Found, b: Found, rel: float = 1e-5) -> None:
-    """Compare loss, accuracies, norm and gradients of two steps, up to rounding."""
-    for key in ("loss", "grad_norm", "tau"):
-        assert a["record"][key] == pytest.approx(b["record"][key], rel=rel), key
-    for key in ("acc", "blocks", "bad", "lr"):
-        assert a["record"][key] == b["record"][key], key
-    assert a["record"]["loss"] > 0.5
-    largest = max(float(grad.abs().max()) for grad in b["grads"].values())
-    assert largest > 1e-4
-    for name, grad in b["grads"].items():
-        torch.testing.assert_close(
-            a["grads"][name], grad, atol=rel * largest, rtol=10 * rel, msg=lambda t, n=name: f"{n}: {t}"
-        )
-
-
-# in one process
-
-
-@pytest.mark.parametrize(
-    ("kind", "weights"),
-    [("ce", "exp"), ("ce", "dpace"), ("kl-topk", "none"), ("kl-exact", "exp"), ("tv", "exp"), ("ce-argmax", "exp")],
-)
-def test_packs_of_many_samples_are_those_samples_alone(little: Little, kind: Kind, weights: Weights) -> None:
-    loss = {"kind": kind, "weights": weights}
-    whole, fourths, alone = (
-        first_step(manifest(loss=loss, data={"pack_tokens": tokens, "packs_per_step": 99}), little.path, ALONE)
-        for tokens in (9999, 80, 2)
-    )
-    assert [len(packs["samples"]) for packs in (whole, fourths, alone)] == [1, 4, 9]
-    assert sorted(i for pack in whole["samples"] for i in pack) == sorted(i for pack in alone["samples"] for i in pack)
-    same_step(whole, alone)
-    same_step(whole, fourths)
-
-
-def test_a_mean_of_means_would_be_noticed(little: Little, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: each pack's loss is divided by its own weight, as accumulation is often written."""
-    loss_of = Trainer.loss
-
-    def planted(self: Trainer, pack: Any, at: int) -> Any:
-        result = loss_of(self, pack, at)
-        object.__setattr__(result, "loss_sum", result.loss_sum / result.weight_sum.clamp_min(1e-9))
-        object.__setattr__(result, "weight_sum", torch.ones(()))
-        return result
-
-    monkeypatch.setattr(Trainer, "loss", planted)
-    whole, fourths = (
-        first_step(manifest(data={"pack_tokens": tokens, "packs_per_step": 99}), little.path, ALONE)
-        for tokens in (9999, 80)
-    )
-    with pytest.raises(AssertionError):
-        same_step(whole, fourths)
-
-
-@pytest.mark.parametrize("queries", [1, 12, 10**6])
-def test_groups_of_queries_change_nothing(little: Little, monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
-    one = manifest(data={"pack_tokens": 200})
-    before = first_step(one, little.path, ALONE)
-    monkeypatch.setattr(masks, "GROUP_QUERIES", queries)
-    same_step(first_step(one, little.path, ALONE), before)
-
-
-def test_computing_layers_again_changes_nothing(little: Little) -> None:
-    plain, again = (
-        first_step(manifest(data={"pack_tokens": 200}, run={"gradient_checkpointing": on}), little.path, ALONE)
-        for on in (False, True)
-    )
-    same_step(again, plain, rel=1e-7)
-
-
-def test_bf16_products_give_nearly_the_same_step(little: Little) -> None:
-    exact, rough = (
-        first_step(manifest(data={"pack_tokens": 200}, run={"precision": name}), little.path, ALONE)
-        for name in ("fp32", "bf16")
-    )
-    assert rough["record"]["loss"] == pytest.approx(exact["record"]["loss"], rel=0.02)
-    assert all(grad.dtype == torch.float32 for grad in rough["grads"].values())
-    assert all(weight.dtype == torch.float32 for weight in rough["weights"].values())
-    for name, grad in exact["grads"].items():
-        assert (rough["grads"][name] - grad).norm() < 0.1 * grad.norm() + 1e-6, name
-
-
-# in two processes
 
 
 def free_port() -> int:
@@ -197,64 +99,26 @@ def two(little: Little, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     bad = training_store(root / "bad-store")
     damage(bad.path, bad_sample(bad))
     fit(train_manifest(optim={"max_steps": 3}), little.path, root / "start", device="cpu")
-    jobs: list[dict[str, Any]] = []
+    jobs = []
     for parallel in ("ddp", "fsdp"):
-        jobs.append(
-            {
-                "name": f"{parallel} start",
-                "what": "step",
-                "store": little.path,
-                "sections": from_start(root / "start", parallel),
-            }
-        )
+        job = {"what": "step", "store": little.path}
+        jobs.append({**job, "name": f"{parallel} start", "sections": from_start(root / "start", parallel)})
         for name, sections in STEP_JOBS.items():
-            jobs.append(
-                {
-                    "name": f"{parallel} {name}",
-                    "what": "step",
-                    "store": little.path,
-                    "sections": with_kind(sections, parallel),
-                }
-            )
+            jobs.append({**job, "name": f"{parallel} {name}", "sections": with_kind(sections, parallel)})
         step = with_kind({"data": {"packs_per_step": 2}}, parallel)
-        jobs.append({"name": f"{parallel} bad", "what": "step", "store": bad.path, "sections": step})
-        jobs.append(
-            {
-                "name": f"{parallel} fit",
-                "what": "fit",
-                "store": little.path,
-                "sections": with_kind(FIT, parallel),
-                "out": root / f"{parallel}-run",
-            }
-        )
-        begun = root / f"{parallel}-begun"  # by one process; these two go on with it
-        one = train_manifest(**with_kind(FIT, parallel))
-        fit(one, little.path, begun, device="cpu")
+        jobs.append({**job, "name": f"{parallel} bad", "store": bad.path, "sections": step})
+        job = {"what": "fit", "store": little.path, "sections": with_kind(FIT, parallel)}
+        jobs.append({**job, "name": f"{parallel} fit", "out": root / f"{parallel}-run"})
+        begun = root / f"{parallel}-begun"  # by one process; these two continue it
+        fit(train_manifest(**with_kind(FIT, parallel)), little.path, begun, device="cpu")
         for at in (4, 6):
             shutil.rmtree(RunPaths(begun).checkpoint(at))
-        jobs.append(
-            {
-                "name": f"{parallel} resume",
-                "what": "fit",
-                "store": little.path,
-                "sections": with_kind(FIT, parallel),
-                "out": begun,
-            }
-        )
-    skip = {"data": {"max_bad_samples": 1, "packs_per_step": 2}, "run": {"parallel": "ddp"}}
-    jobs.append({"name": "skip", "what": "fit", "store": bad.path, "sections": skip, "out": root / "skip-run"})
-    refuse = {"data": {"max_bad_samples": 0, "packs_per_step": 2}, "run": {"parallel": "ddp"}}
-    jobs.append({"name": "refuse", "what": "fit", "store": bad.path, "sections": refuse, "out": root / "refuse-run"})
-    jobs.append(
-        {
-            "name": "apart",
-            "what": "fit",
-            "store": little.path,
-            "sections": with_kind(FIT, "ddp"),
-            "out": root / "apart-run",
-            "apart": True,
-        }
-    )
+        jobs.append({**job, "name": f"{parallel} resume", "out": begun})
+    for name, most in (("skip", 1), ("refuse", 0)):
+        sections = {"data": {"max_bad_samples": most, "packs_per_step": 2}, "run": {"parallel": "ddp"}}
+        jobs.append({"name": name, "what": "fit", "store": bad.path, "sections": sections, "out": root / f"{name}-run"})
+    job = {"what": "fit", "store": little.path, "sections": with_kind(FIT, "ddp"), "out": root / "apart-run"}
+    jobs.append({**job, "name": "apart", "apart": True})
     jobs += jobs_in_places_of_their_own(little, root)
     found = on_two_ranks(jobs, root)
     found["paths"] = [{"root": root, "bad": bad.path}]

@@ -2,8 +2,8 @@
 
 An anchor is a supervised token whose successor is supervised too. Anchors are drawn anew each epoch (fixed ones give
 tau 4.94 where random ones give 5.64, arXiv 2602.06036), from (seed, epoch, sample id) alone, so that neither the order
-of reading nor the number of ranks changes them. Slot k = 1 .. B-1 of a block should say token anchor + k, as long as
-all tokens from the anchor on are supervised: a block stops where the target's turn stops, and at the sample's end.
+of reading nor the number of ranks changes them. Slot k = 1 .. B-1 of a block should predict token anchor + k as long as
+all tokens from the anchor on are supervised: a block ends with the target's turn or with the sample.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ def choose_window(
 ) -> tuple[int, int, NDArray[np.int64]]:
     """Return the token range of a long sample that is read, and the anchors in it.
 
-    Every possible anchor has the same chance, at the ends of a long answer as in its middle: anchors are taken from a
-    stretch of ``most - 2`` positions that begins anywhere where it holds one, outside of the sample too, so that each
-    of them lies in as many stretches. What is read ends after the last one and fills up with context before the first:
-    an anchor needs a token before it and one after it. Where all possible anchors fit into a stretch, it holds them
-    all.
+    Every possible anchor has the same chance, at the ends of a long answer as in its middle. A stretch of ``most - 2``
+    positions is drawn from all stretches that contain a possible anchor; they may extend beyond the sample, so each
+    anchor is in the same number of stretches. Anchors come from that stretch. The range that is read ends with the
+    token after the last anchor, and its other tokens are context before the first. If all possible anchors fit into one
+    stretch, that stretch is taken.
 
     Args:
         loss_mask: uint8 [n] of the whole sample.
         most: Longest range, 3 or more.
-        most_anchors: So many from the stretch with the most possible anchors; of another one the same share, rounded
-            up.
+        most_anchors: Number of anchors taken from the stretch with the most possible anchors; from another stretch the
+            same share is taken, rounded up.
         random: Source of the choice.
 
     Returns:
-        Start and stop; int64 anchors, ascending, counted from the sample's first token. Where none is possible, the
-        first ``most`` tokens without any.
+        Start and stop; int64 anchors, ascending, counted from the sample's first token. If no anchor is possible, the
+        first ``most`` tokens and no anchors.
     """
     candidates, stretch = anchor_candidates(loss_mask), most - 2
     if not len(candidates):
@@ -67,7 +67,7 @@ def choose_window(
     if candidates[-1] - candidates[0] < stretch:
         inside, fullest = candidates, len(candidates)
     else:
-        # beginnings that reach an anchor and none of those before it, added up: a beginning is drawn from them all
+        # cumulative number of stretches whose first anchor is each candidate; one stretch is drawn from all of them
         ends = np.minimum(np.diff(candidates, prepend=candidates[0] - stretch), stretch).cumsum()
         drawn = int(random.integers(ends[-1]))
         reached = int(np.searchsorted(ends, drawn, side="right"))

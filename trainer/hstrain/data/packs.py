@@ -1,14 +1,14 @@
 """Read samples from a store into packs on the training device.
 
-How data flows: an epoch's samples are put into an order that depends on (seed, epoch) alone and cut into *packs* of at
-most ``data.pack_tokens`` tokens; ``data.packs_per_step`` packs make an optimizer step. Of a step, rank r of W takes
-packs r, r + W, ... A resume may therefore change W, and the step's loss, a mean over all its slots, stays what it was.
-Threads read the samples ahead into a ring of reused buffers; one more thread draws anchors, copies the rows that any
-block sees into a pack, and lets the buffer go. The training loop takes finished packs from a short queue.
-For a long sample the anchors are drawn before reading, since they decide which part is read.
+The samples of an epoch are put into an order that depends on (seed, epoch) alone and cut into *packs* of at most
+``data.pack_tokens`` tokens; ``data.packs_per_step`` packs make an optimizer step. Rank r of W takes packs r, r + W, ...
+of each step. A resumed run may therefore use another W: the step's loss, a mean over all its slots, does not change.
+Threads read the samples ahead into a ring of reused buffers; another thread draws anchors, copies the rows that any
+block sees into a pack, and releases the buffer. The training loop takes finished packs from a short queue.
 
 A sample that cannot be read is left out of its pack and reported with it, so every rank still takes the same number of
-steps. Samples longer than ``data.max_tokens`` are read only around this epoch's anchors.
+steps. A sample longer than ``data.max_tokens`` is read only around this epoch's anchors, which are drawn before
+reading.
 
 Shapes: T context rows, L taps, H width, N blocks, B block size, K = B - 1.
 """
@@ -46,7 +46,7 @@ class Pack:
     """Samples that go through the drafter together.
 
     Attributes:
-        sample_ids: Samples inside, in order.
+        sample_ids: Samples in the pack, in order.
         states_TLH: bf16 [T, L, H] of the rows that some block sees.
         positions_T: int64 [T] position of a row in its sample.
         anchor_ids_N: int64 [N] token of each anchor.
@@ -72,7 +72,7 @@ class Pack:
         return Blocks(self.anchors_N, self.lo_N, self.hi_N, block_size, len(self.positions_T), backend)
 
     def to(self, device: torch.device) -> Pack:
-        """Return the pack on a device; from page-locked memory without waiting for the copy."""
+        """Return the pack on a device; from page-locked memory, the copy runs in the background."""
         if device.type == "cpu":
             return self
         changes: dict[str, Any] = {
@@ -100,12 +100,12 @@ class PackShape:
 
 
 def split(store: Store, fraction: float) -> tuple[list[int], list[int]]:
-    """Return the numbers of training and of validation samples.
+    """Return the numbers of the training and of the validation samples.
 
-    The hash of its id alone decides about a sample: two stores of one corpus have one split, and a corpus that grows
-    moves nothing to the other side. Two exceptions hold only where the corpus is too small for the fraction, and may
-    end as it grows: with a fraction above zero at least one sample of two or more is held out, the one of the lowest
-    hash, and at least one is left to train on.
+    The hash of a sample's id alone decides where it belongs: two stores of one corpus have the same split, and no
+    sample changes sides when a corpus grows. There are two exceptions for a corpus that is too small for the fraction,
+    which may end as it grows: with a fraction above zero and two or more samples, at least one sample is held out (the
+    one with the lowest hash), and at least one is left to train on.
 
     Args:
         store: An opened store.
@@ -124,10 +124,10 @@ class Schedule:
     """The assignment of samples to packs, and of packs to steps.
 
     Args:
-        numbers: Samples trained on.
+        numbers: Numbers of the training samples.
         n_tokens: Tokens of every sample of the store.
-        spec: The manifest's part.
-        seed: Of the order.
+        spec: The manifest's section ``data``.
+        seed: Seed of the order.
     """
 
     def __init__(self, numbers: Sequence[int], n_tokens: NDArray[np.int64], spec: DataSpec, seed: int) -> None:
@@ -149,12 +149,12 @@ class Schedule:
         return packs
 
     def steps(self, epoch: int) -> list[list[list[int]]]:
-        """Return the steps of an epoch, each a list of packs; the last may have fewer."""
+        """Return the steps of an epoch, each a list of packs; the last one may be shorter."""
         packs, size = self.packs(epoch), self._spec.packs_per_step
         return [packs[k : k + size] for k in range(0, len(packs), size)]
 
     def from_step(self, step: int) -> Iterator[tuple[int, list[list[int]]]]:
-        """Yield (epoch, packs) of every step from a global step number on, without end."""
+        """Yield (epoch, packs) of every step from a global step number on, endlessly."""
         epoch = 0
         while True:
             for packs in self.steps(epoch):
@@ -171,11 +171,11 @@ class PackStream:
     Args:
         store: An opened store.
         schedule: The order.
-        shape: What of a sample goes into a pack.
-        spec: The manifest's part.
-        seed: Of anchors and windows.
-        start: Step to begin with.
-        stop: Step before which to end.
+        shape: The parts of a sample that go into a pack.
+        spec: The manifest's section ``data``.
+        seed: Seed of anchors and windows.
+        start: First step.
+        stop: End of the steps, exclusive.
         rank: This rank.
         world: Number of ranks.
     """
@@ -235,7 +235,7 @@ class PackStream:
         self.close()
 
     def _mine(self) -> Iterator[tuple[int, list[list[int]]]]:
-        """Yield (epoch, packs of this rank); as many packs on every rank, the last ones empty if need be."""
+        """Yield (epoch, packs of this rank); every rank gets the same number of packs, some of which may be empty."""
         start, stop = self._range
         for _, (epoch, packs) in zip(range(start, stop), self._schedule.from_step(start), strict=False):
             share = packs[self._rank :: self._world]
@@ -249,13 +249,13 @@ class PackStream:
                 yield i, start, stop
 
     def _window(self, i: int, epoch: int) -> tuple[int, int, NDArray[np.int64] | None]:
-        """Return the tokens to read of a sample, and of a long one the anchors among them."""
+        """Return the token range of a sample to read, and for a long sample its anchors."""
         n = int(self._store.n_tokens[i])
         if n <= self._spec.max_tokens:
             return 0, n, None
         try:
             mask = self._store.loss_mask(i)
-        except HscacheError:  # reading the sample raises it again, at its place in the order
+        except HscacheError:  # reading the sample will raise it again, when its turn comes
             return 0, self._spec.max_tokens, None
         random = random_of("window", self._seed, epoch, self._store.sample_ids[i])
         return choose_window(mask, self._spec.max_tokens, self._spec.anchors, random)
@@ -265,7 +265,7 @@ class PackStream:
             for epoch, packs in self._mine():
                 self._put([self._assemble(pack, epoch) for pack in packs])
             self._put(None)
-        except BaseException as error:  # whatever it is, it is raised where the pack is asked for
+        except BaseException as error:  # __next__ raises it in the training loop
             self._put(error)
 
     def _put(self, item: list[Pack] | BaseException | None) -> None:
@@ -299,7 +299,7 @@ class PackBuilder:
     """Collect samples into a pack.
 
     Args:
-        shape: What of a sample is kept.
+        shape: The parts of a sample that are kept.
         pinned: Page-lock the memory.
     """
 
@@ -311,11 +311,11 @@ class PackBuilder:
         self.bad: list[tuple[str, str]] = []
 
     def add(self, sample: Sample, anchors: NDArray[np.int64], start: int = 0) -> None:
-        """Take a sample, or a token range of one, with its anchors.
+        """Add a sample, or a token range of one, with its anchors.
 
         Args:
-            sample: Of kind ``torch``; what is kept of it is copied.
-            anchors: int64 [n], counted from the range's first token, ascending; a sample without any adds nothing.
+            sample: Of kind ``torch``; the parts that are kept are copied.
+            anchors: int64 [n], counted from the range's first token, ascending; without anchors nothing is added.
             start: Position of the range's first token in the sample.
         """
         if not len(anchors):
@@ -334,7 +334,7 @@ class PackBuilder:
         self._rows += seen
 
     def pack(self, n_taps: int, hidden_size: int) -> Pack:
-        """Return what was collected; without anything, one block that sees a zero row and trains nothing."""
+        """Return the collected pack; if it is empty, one block that sees a zero row and trains nothing."""
         if not self._parts:
             K, one = self._shape.block_size - 1, torch.ones(1, dtype=torch.int64)
             states = torch.zeros(1, n_taps, hidden_size, dtype=torch.bfloat16)
@@ -346,7 +346,7 @@ class PackBuilder:
         return Pack(self.sample_ids, **joined, targets=targets, bad=self.bad)
 
     def _table(self, sample: Sample, anchors: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Keep the target's distributions and return the row of each slot's, 0 where nothing trains."""
+        """Keep the target's distributions and return each slot's row in them, 0 where nothing trains."""
         predicted = anchors[:, None] + np.arange(1, self._shape.block_size)
         rows = predicted - 1  # the state that predicts a token is the one before it
         if self._shape.top:
@@ -358,7 +358,7 @@ class PackBuilder:
             rows = row_of[np.minimum(predicted, len(row_of) - 1)]
         if self._shape.final:
             assert sample.final_state is not None
-            _assert_apart(sample)
+            _assert_no_tap_is_final(sample)
             self._keep("final_states", sample.final_state.clone())
         rows = np.where(tokens >= 0, rows + self._table_rows, 0)
         if self._shape.top:
@@ -374,8 +374,8 @@ class PackBuilder:
         return tensor.pin_memory() if self._pinned else tensor
 
 
-def _assert_apart(sample: Sample) -> None:
-    """A drafter that reads the very state that makes its targets would learn to copy it."""
+def _assert_no_tap_is_final(sample: Sample) -> None:
+    """A drafter that reads the state from which its targets are computed would learn to copy it."""
     assert sample.final_state is not None
     for tap in range(sample.hidden_states.shape[1]):
         assert not torch.equal(sample.hidden_states[:, tap], sample.final_state), "a tap is the target's final state"

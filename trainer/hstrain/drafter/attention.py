@@ -6,10 +6,10 @@ A block with its anchor at position a sees the context rows of its own sample st
 - a sliding layer with window W: of the block the slots up to the query, and of the context only positions
   >= query's position - (W - 1).
 
-Rows of a sample lie together and in order, so the context that a block sees is one range of rows. That is the whole
-mask, and three implementations are held equal by tests: ``sdpa`` takes the blocks of one sample a few at a time, over
-that sample's rows and these blocks only, so no mask is larger than (queries of the group) x (rows + queries of the
-group); ``flex`` is one call with a sparse block mask, for CUDA; the tests have a dense one.
+The rows of a sample are consecutive and in order, so the context that a block sees is one range of rows. Tests hold
+three implementations equal: ``sdpa`` takes the blocks of one sample in small groups, with that sample's rows and these
+blocks only, so that no mask is larger than (queries of the group) x (rows + queries of the group); ``flex`` is one call
+with a sparse block mask, for CUDA; the tests have a dense one.
 
 Shapes: see :mod:`hstrain.drafter.model`; G blocks of a group.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 Backend = Literal["sdpa", "flex"]
 GROUP_QUERIES = 256
-"""Queries that share one sdpa call: many make few calls, but each pays for the context of the last anchor."""
+"""Queries that share one sdpa call: larger groups need fewer calls, but every query then computes over more rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +35,12 @@ class Blocks:
     """N blocks over context rows of one or more samples.
 
     Attributes:
-        anchors: int64 [N] position of each anchor in its sample. Blocks of one sample lie together, anchors ascending.
-        lo: int64 [N] first context row of the block's sample.
-        hi: int64 [N] end of the rows that the block sees: those strictly before its anchor.
+        anchors: int64 [N] position of each anchor in its sample. The blocks of a sample are consecutive, anchors
+        ascend. lo: int64 [N] first context row of the block's sample. hi: int64 [N] end of the rows that the block
+        sees: those strictly before its anchor.
         size: B.
-        backend: Which attention runs.
-        total_rows: T, all context rows.
+        total_rows: T, the number of context rows.
+        backend: The implementation of attention.
     """
 
     anchors: Tensor
@@ -61,7 +61,7 @@ class Blocks:
 
     @cached_property
     def groups(self) -> list[tuple[slice, slice]]:
-        """Blocks and the context rows that the last of them sees, sample by sample."""
+        """Blocks of each group, and the context rows that the last of them sees; a group has blocks of one sample."""
         lo, hi = self.lo.tolist(), self.hi.tolist()
         limit, made, first = max(1, GROUP_QUERIES // self.size), [], 0
         for n in range(1, len(lo) + 1):
@@ -71,7 +71,7 @@ class Blocks:
         return made
 
     def group_masks(self, window: int | None) -> list[Tensor]:
-        """Return for each group whether a query sees a key: bool [G * B, rows + G * B]; made once per window."""
+        """Return for each group which keys a query sees: bool [G * B, rows + G * B]; cached for each window."""
         if window not in self._masks:
             self._masks[window] = [self._group_mask(blocks, rows, window) for blocks, rows in self.groups]
         return self._masks[window]  # type: ignore[no-any-return]
@@ -83,7 +83,7 @@ class Blocks:
         seen = (row < hi).expand(-1, self.size, -1)
         own = torch.ones(self.size, self.size, dtype=torch.bool, device=device)
         if window is not None:
-            # a row's position is anchor - (hi - row), a query's anchor + slot
+            # the position of a row is anchor - (hi - row), that of a query anchor + slot
             seen = seen & (row - hi >= slot[:, None] - (window - 1))
             own = (slot <= slot[:, None]) & (slot > slot[:, None] - window)
         G = len(hi)
@@ -92,7 +92,7 @@ class Blocks:
         return torch.cat((seen.reshape(G * self.size, -1), inside), 1)
 
     def flex_mask(self, window: int | None) -> Any:
-        """Return the block mask of ``flex_attention`` over keys [context rows, block slots]; made once per window."""
+        """Return the block mask of ``flex_attention`` over keys [context rows, block slots]; cached for each window."""
         key = -1 if window is None else window
         if key not in self._masks:
             self._masks[key] = self._flex_mask(window)
@@ -125,14 +125,14 @@ def attend(
     blocks: Blocks,
     window: int | None,
 ) -> Tensor:
-    """Attention of block queries over what they see.
+    """Return the attention of block queries over the context and their blocks.
 
     Args:
         q_QAD: [Q, A, D] queries.
         context: [T, K, D] keys and values of the context rows.
         own: [Q, K, D] keys and values of the block slots.
-        blocks: Visibility.
-        window: Of a sliding layer, in tokens; None for a full one.
+        blocks: The blocks, which decide what a query sees.
+        window: Window of a sliding layer, in tokens; None for a full layer.
 
     Returns:
         [Q, A, D].
@@ -168,7 +168,7 @@ def _flex_attention(device: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device not in _compiled:
-        # on a CPU the compiled kernel has no backward pass: it runs there as written, for tests
+        # on a CPU, where only tests use it, the compiled kernel has no backward pass
         function: Callable[..., Any] = flex_attention
         _compiled[device] = torch.compile(function, dynamic=True) if device == "cuda" else function
     return _compiled[device]

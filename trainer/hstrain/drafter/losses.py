@@ -1,8 +1,9 @@
-"""From the drafter's states to a loss, through the frozen head, without ever holding all logits.
+"""Compute a loss from the drafter's states through the frozen head, without ever holding all logits.
 
-At V = 248,320 the logits of 8,192 queries are 8 GB. So the head works on a few blocks at a time, and gradients with
-respect to their states are taken at once, while their logits exist: two matrix products a block and nothing kept,
-where checkpointing would need three. Only slots that train are computed: neither slot 0 nor slots after a turn's end.
+At V = 248,320 the logits of 8,192 queries are 8 GB. So the head works on a few blocks at a time, and the gradients with
+respect to their states are computed at once, while their logits exist. That takes two matrix products per block and
+keeps nothing; checkpointing would take three. Only slots that train are computed: not slot 0, and not slots after the
+end of a turn.
 
 Losses, per slot (``loss.kind``), with q the drafter's distribution and t the target's for that slot:
 
@@ -15,8 +16,8 @@ Losses, per slot (``loss.kind``), with q the drafter's distribution and t the ta
 Weights, per slot (``loss.weights``): ``exp`` is exp(-(k-1)/gamma), arXiv 2602.06036; ``dpace`` is
 w_j = sum over m >= j of prod over i <= m of (1-a) q_i(token) + a with a = 1/2, detached, arXiv 2605.18810; or ``none``.
 
-What comes back is a *sum* over slots and the sum of the weights. The mean is taken over the whole step, all ranks and
-accumulated packs, by the caller: a mean of means would depend on how the step was cut.
+The result is the *sum* over slots and the sum of the weights. The caller computes the mean over the whole step, with
+all ranks and accumulated packs: a mean of means would depend on how the step is divided.
 
 Shapes: N blocks, K = B - 1 slots, R rows that train, V vocabulary, H width, k stored logits.
 """
@@ -42,20 +43,20 @@ NEEDS: dict[Kind, str | None] = {
     "kl-exact": "final_state",
     "tv": "final_state",
 }
-"""What a loss needs of the store beside tokens and context: an array, named as there."""
+"""Loss -> the array of the store that it needs in addition to tokens and states."""
 Weights = Literal["exp", "dpace", "none"]
 _DPACE_ALPHA = 0.5
 _CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Logits that exist at once; large enough that the matrix product is at full speed."""
+"""Number of logits that exist at once: enough for the matrix product to run at full speed."""
 
 
 class Head:
     """The target's frozen embedding and head on the training device.
 
     Args:
-        target: From the store.
-        device: Where to compute.
-        dtype: Type of the matrix product; logits are float32 afterwards.
+        target: Embedding and head from the store.
+        device: The training device.
+        dtype: Type of the matrix product; the logits are float32.
     """
 
     def __init__(self, target: TargetHead, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -66,7 +67,7 @@ class Head:
         self.vocab_size = self.lm_head_VH.shape[0]
 
     def logits(self, x_RH: Tensor) -> Tensor:
-        """Return float32 [R, V] as the target itself would make them of its final states."""
+        """Return the logits that the target would compute from these final states, float32 [R, V]."""
         with torch.autocast(x_RH.device.type, enabled=False):
             logits = (x_RH.to(self.lm_head_VH.dtype) @ self.lm_head_VH.T).float()
         logits = logits if self.scale == 1.0 else logits * self.scale
@@ -75,11 +76,11 @@ class Head:
 
 @dataclass(frozen=True)
 class SlotTargets:
-    """What the slots of N blocks should say.
+    """What the slots of N blocks should predict.
 
     Attributes:
         tokens_NK: int64, the sample's token of each slot, -1 where nothing trains.
-        rows_NK: int64, row of the tables below that holds the target's distribution of that token.
+        rows_NK: int64, row of the following tables with the target's distribution for the slot.
         top_ids: int32 [rows, k], most likely first; for ``kl-topk`` and ``ce-argmax``.
         top_logprobs: float [rows, k].
         final_states: [rows, H]; for ``kl-exact`` and ``tv``.
@@ -99,8 +100,8 @@ class BlockLoss:
     Attributes:
         loss_sum: Weighted sum of losses; differentiable.
         weight_sum: Sum of the weights.
-        correct_NK: bool, the drafter's most likely token is the sample's; False where nothing trains.
-        trained_NK: bool, where something trains.
+        correct_NK: bool, whether the drafter's most likely token is the sample's; False where nothing trains.
+        trained_NK: bool, whether the slot trains.
     """
 
     loss_sum: Tensor
@@ -110,22 +111,22 @@ class BlockLoss:
 
 
 def default_gamma(block_size: int) -> float:
-    """Return the decay that the paper gives for the nearest block size: 7, 5, 4 for 16, 10, 8."""
+    """Return the decay that the paper uses for the nearest block size: 7, 5, 4 for 16, 10, 8."""
     return {16: 7.0, 10: 5.0, 8: 4.0}[min((16, 10, 8), key=lambda size: abs(size - block_size))]
 
 
 def head_loss(
     hidden_NKH: Tensor, head: Head, targets: SlotTargets, *, kind: Kind, weights: Weights, gamma: float
 ) -> BlockLoss:
-    """Return loss and weight of all slots, chunk by chunk.
+    """Return the losses and weights of all slots, summed, computing a few blocks at a time.
 
     Args:
-        hidden_NKH: What the drafter gives for slots 1 .. B-1.
-        head: Frozen head.
-        targets: What the slots should say.
+        hidden_NKH: [N, K, H] the drafter's states of slots 1 .. B-1.
+        head: The frozen head.
+        targets: What the slots should predict.
         kind: See the module's text.
         weights: See the module's text.
-        gamma: Of the weights ``exp``, in slots.
+        gamma: Decay of the weights ``exp``, in slots.
     """
     trained_NK = targets.tokens_NK >= 0
     correct_NK = torch.zeros_like(trained_NK)
@@ -157,7 +158,7 @@ def head_loss(
 
 
 class _WithGradient(torch.autograd.Function):
-    """Pass on a value whose gradient is known already."""
+    """Return a value whose gradient has already been computed."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, value: Tensor, grad: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def chunk_rows(vocab_size: int, slots: int, device: str) -> int:
-    """Return how many slots have logits at once: whole blocks, since D-PACE weighs a block as one."""
+    """Return how many slots have logits at once; they are whole blocks, since D-PACE needs all slots of a block."""
     return max(1, _CHUNK_ELEMENTS[device] // (vocab_size * slots)) * slots
 
 
@@ -204,15 +205,15 @@ def _losses(
 
 
 def _kl_topk(logits_RV: Tensor, ids_Rk: Tensor, log_t_Rk: Tensor) -> Tensor:
-    """Return KL over the stored tokens and one bucket that holds the rest of either distribution."""
-    log_q_Rk = logits_RV.log_softmax(-1).gather(1, ids_Rk)  # logsumexp takes a CPU ten times as long
+    """Return KL over the stored tokens and one bucket for the rest of each distribution."""
+    log_q_Rk = logits_RV.log_softmax(-1).gather(1, ids_Rk)  # logsumexp takes ten times as long on a CPU
     kl_R = (log_t_Rk.exp() * (log_t_Rk - log_q_Rk)).sum(-1)
     rest_t_R = _rest(log_t_Rk)
     return kl_R + rest_t_R * (rest_t_R.log() - _rest(log_q_Rk).log())
 
 
 def _rest(logprobs_Rk: Tensor) -> Tensor:
-    # stored as float16, k tokens can sum to a little more than one
+    # rounded to float16, the probabilities of k tokens can sum to slightly more than one
     return (1 - logprobs_Rk.exp().sum(-1)).clamp_min(1e-6)
 
 
@@ -227,12 +228,12 @@ def _weights(logits_RV: Tensor, tokens_R: Tensor, trained_nK: Tensor, weights: W
     p_R = torch.exp(-F.cross_entropy(logits_RV, tokens_R, reduction="none"))
     q_nK = torch.zeros(trained_nK.shape, device=p_R.device)
     q_nK[trained_nK] = (1 - _DPACE_ALPHA) * p_R + _DPACE_ALPHA
-    reach_nK = q_nK.cumprod(1)  # zero after the block's end, so these slots add nothing
+    reach_nK = q_nK.cumprod(1)  # zero after the end of a block, so that those slots add nothing
     return reach_nK.flip(1).cumsum(1).flip(1)[trained_nK]
 
 
 def logit_std(hidden_RH: Tensor, head: Head) -> float:
-    """Return the standard deviation of the logits of a few states, over the vocabulary; for the calibrated start."""
+    """Return the standard deviation over the vocabulary of the logits of a few states, for the calibrated start."""
     with torch.no_grad():
         std = float(head.logits(hidden_RH).std(-1).mean())
     assert math.isfinite(std)

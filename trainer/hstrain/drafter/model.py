@@ -1,17 +1,17 @@
 """The DFlash drafter (arXiv 2602.06036): from the target's states before an anchor to a block of tokens, in one pass.
 
-The target's tapped states are mixed once, ``hidden_norm(fc(concat over taps))``, and every layer makes its keys and
-values from that context and from the block with the same projections; queries come from the block alone. A block is
-the anchor's embedding followed by B - 1 times the mask token's. What a query sees is settled in
-:mod:`hstrain.drafter.attention`. The target's embedding and head are frozen and stay outside: a drafter is its own 11
-tensors a layer and three more.
+The target's tapped states are mixed once, ``hidden_norm(fc(concat over taps))``, and every layer computes its keys and
+values from that context and from the block with the same projections; queries come from the block alone. A block is the
+embedding of the anchor followed by B - 1 times that of the mask token. :mod:`hstrain.drafter.attention` decides what a
+query sees. The target's embedding and head are frozen and not part of the drafter, which has 11 tensors per layer and
+three more.
 
 Parameters are named as the serving engines name them (``layers.0.self_attn.q_proj.weight``, ...), so that a
 ``state_dict`` is the ``zlab`` checkpoint.
 
 Shapes: T context tokens, L taps, H the target's width (and the drafter's), N blocks, B block size, Q = N * B queries,
-A attention heads, K key-value heads, D head width. Nothing is padded and there is no batch axis: documents of a batch
-lie one after another.
+A attention heads, K key-value heads, D head width. Nothing is padded and there is no batch axis: the samples of a pack
+follow one another.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """All that shapes a drafter.
+    """The shape of a drafter.
 
     Attributes:
         hidden_size: Width of the target and of the drafter.
         vocab_size: Of the target.
         taps: 0-based decoder blocks of the target whose outputs make the context, ascending.
         num_target_layers: Decoder blocks of the target.
-        layer_types: One entry a layer; sliding layers are causal inside the block, full ones see all of it.
+        layer_types: One entry per layer; sliding layers are causal inside the block, full ones see all of it.
         intermediate_size: Width of the feed-forward layers.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
@@ -52,7 +52,7 @@ class DrafterConfig:
         rms_norm_eps: Epsilon of every norm.
         sliding_window: Tokens that a query of a sliding layer sees, itself included; None without such layers.
         max_position_embeddings: Written to exports; rotary embeddings have no table.
-        embed_scale: Factor on the embedding's rows in :func:`block_inputs`, as the target multiplies its own input.
+        embed_scale: Factor on the embedding's rows in :func:`block_inputs`, the same as on the target's own input.
     """
 
     hidden_size: int
@@ -83,7 +83,7 @@ class DrafterConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm that computes in float32 and gives back the input's type, as Qwen3's does."""
+    """Root-mean-square norm that computes in float32 and returns the input's type, as Qwen3's does."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., n], of the type of ``x``."""
@@ -136,7 +136,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Qwen3 decoder layer. The context is not passed through ``input_layernorm``: it has its own norm."""
+    """A Qwen3 decoder layer. The context does not pass through ``input_layernorm``: it has its own norm."""
 
     def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
@@ -154,8 +154,8 @@ class Layer(nn.Module):
         Args:
             x_QH: Block states.
             rope_Q: Rotary embedding of the block slots.
-            context: Mixed states [T, H], of which keys and values are made here; or those, made before.
-            rope_T: Rotary embedding of mixed states.
+            context: Mixed states [T, H], or the keys and values already computed from them.
+            rope_T: Rotary embedding of the mixed states.
             blocks: What each block sees.
         """
         if isinstance(context, Tensor):
@@ -166,7 +166,7 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """The trainable part. See the module's text.
+    """The trainable model; see the module's text.
 
     Args:
         config: Its shape.
@@ -184,12 +184,14 @@ class Drafter(nn.Module):
     def mix(self, states_TLH: Tensor) -> Tensor:
         """Return the context [T, H] of tapped states [T, L, H]; row t belongs to token t."""
         states = states_TLH.flatten(1)
-        if not torch.is_autocast_enabled(states.device.type):  # there, bf16 states are what the product takes
+        if not torch.is_autocast_enabled(
+            states.device.type
+        ):  # under autocast the product takes bf16 states as they are
             states = states.to(self._input_dtype)
         return self.hidden_norm(self.fc(states).to(self._input_dtype))  # type: ignore[no-any-return]
 
     def context(self, states_TLH: Tensor, positions_T: Tensor) -> list[KeyValue]:
-        """Return every layer's keys and values of context rows, to be kept while blocks are drafted on them."""
+        """Return every layer's keys and values of context rows, for :meth:`draft`."""
         context_TH, rope = self.mix(states_TLH), self.rope(positions_T)
         return [layer.self_attn.keys_values(context_TH, rope) for layer in self._layers()]
 
@@ -201,16 +203,16 @@ class Drafter(nn.Module):
         return self.norm(x_QH)  # type: ignore[no-any-return]
 
     def forward(self, states_TLH: Tensor, positions_T: Tensor, block_QH: Tensor, blocks: Blocks) -> Tensor:
-        """Return what the head reads for every query.
+        """Return the states that the head reads for every query.
 
         Args:
             states_TLH: [T, L, H] tapped states of the target, of any float type.
             positions_T: int64 [T] position of each row in its sample.
-            block_QH: [Q, H] embeddings of the block inputs, of :func:`block_inputs`.
+            block_QH: [Q, H] embeddings of the block inputs, from :func:`block_inputs`.
             blocks: What each block sees.
 
         Returns:
-            [Q, H]; slot k of a block, after the frozen head, is the distribution of token anchor + k; slot 0 is unused.
+            [Q, H]; the frozen head turns slot k of a block into the distribution of token anchor + k; slot 0 is unused.
         """
         context_TH, x_QH = self.mix(states_TLH), block_QH.to(self._input_dtype)
         rope_T, rope_Q = self.rope(positions_T), self.rope(blocks.positions)
@@ -219,7 +221,7 @@ class Drafter(nn.Module):
         return self.norm(x_QH)  # type: ignore[no-any-return]
 
     def rope(self, positions: Tensor) -> KeyValue:
-        """Return cosines and sines [n, 1, D] of positions; over the whole head, never the target's partial kind."""
+        """Return cosines and sines [n, 1, D] of positions; always over the whole head, whatever the target does."""
         D = self.config.head_dim
         exponent = torch.arange(0, D, 2, dtype=torch.float32, device=positions.device) / D
         angle = positions[:, None].float() / self.config.rope_theta**exponent
@@ -244,11 +246,11 @@ def rotate(x_nAD: Tensor, rope: KeyValue) -> Tensor:
 def block_inputs(anchor_ids_N: Tensor, embed_VH: Tensor, config: DrafterConfig) -> Tensor:
     """Return the block's input embeddings [N * B, H]: anchor, then B - 1 masks, of the embedding's type.
 
-    They are what the target's own first block reads of these tokens: the rows times ``embed_scale``, with the same
-    rounding. Engines differ here: SGLang calls the target's embedding module (multiplied for Gemma, whose module does
-    it; not for Granite, whose model does), vLLM shares the weight alone (a proposed change, vllm#41703, multiplies for
+    They equal the input of the target's own first block for these tokens: the rows times ``embed_scale``, with the same
+    rounding. Engines differ here: SGLang calls the target's embedding module (which multiplies in Gemma; in Granite the
+    model multiplies, so SGLang does not), vLLM shares the weight alone (a proposed change, vllm#41703, multiplies for
     Gemma 4), and the dflash package takes raw rows times ``input_embedding_scale`` of the drafter's config, or on MLX
-    the module's factor times that. Exports name the factor there (:mod:`hstrain.exchange.layouts`).
+    the module's factor times that. Exports write the factor to that key (:mod:`hstrain.exchange.layouts`).
     """
     ids_NB = anchor_ids_N.new_full((len(anchor_ids_N), config.block_size), config.mask_token_id)
     ids_NB[:, 0] = anchor_ids_N
@@ -257,14 +259,14 @@ def block_inputs(anchor_ids_N: Tensor, embed_VH: Tensor, config: DrafterConfig) 
 
 
 def count_parameters(config: DrafterConfig) -> tuple[int, int]:
-    """Return numbers of parameters and of tensors, without memory for either."""
+    """Return the numbers of parameters and of tensors, without allocating them."""
     with torch.device("meta"):
         parameters = list(Drafter(config).parameters())
     return sum(p.numel() for p in parameters), len(parameters)
 
 
 def initialise(drafter: Drafter, seed: int) -> None:
-    """Set weights from a seed: normal with std 0.02 for matrices, as Qwen3 begins, ones for norms."""
+    """Set weights from a seed: normal with std 0.02 for matrices, as in Qwen3, and ones for norms."""
     made = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in drafter.parameters():

@@ -1,8 +1,8 @@
-"""Write a drafter for others to serve: ``config.json``, ``model.safetensors``, a model card and its provenance.
+"""Write a drafter for serving engines: ``config.json``, ``model.safetensors``, a model card and its provenance.
 
-An engine that misreads a checkpoint says nothing and accepts fewer tokens. So a folder is read back by our own importer
-before it gets its name: every weight is compared bit by bit with what was to be written, and so are the logits of a
-seeded input. ``tests/oracle`` holds the same folders against the dflash and speculators packages.
+An engine that misreads a checkpoint reports nothing and accepts fewer tokens. So our importer reads the folder back
+before it gets its final name, and compares every weight and the logits of a seeded input bit by bit. ``tests/oracle``
+compares such folders with the dflash and speculators packages.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _CHECK_TOKENS, _CHECK_VOCAB = 24, 8192
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The folder that was written.
 
     Attributes:
         path: The folder.
-        layout: Whose layout it is in.
-        dtype: Of the weights.
-        parameters: Their number.
-        size_bytes: Of all files.
+        layout: Its layout.
+        dtype: Type of the weights.
+        parameters: Number of the parameters.
+        size_bytes: Size of all files together.
     """
 
     path: Path
@@ -56,16 +56,16 @@ def export_zlab(
     """Write a drafter in z-lab's layout, which SGLang, vLLM and the dflash package read.
 
     Args:
-        drafter: The trained one, of any float type, on any device.
-        head: Its target's.
-        out: Folder to make; must not exist.
+        drafter: The drafter, of any float type, on any device.
+        head: Head of its target.
+        out: Folder to write; must not exist.
         provenance: JSON-plain facts for the card: at least ``target``, its path or hub name.
-        dtype: Of the weights in the file.
+        dtype: Type of the weights in the file.
 
     Raises:
-        ConfigError: ``export-unsupported`` when the layout cannot hold the drafter.
+        ConfigError: ``export-unsupported`` when the layout cannot express the drafter.
         ConflictError: ``export-exists``.
-        IntegrityError: ``export-differs`` when the folder does not read back as this drafter; nothing is left then.
+        IntegrityError: ``export-differs`` when the folder reads back as another drafter; it is removed.
         EnvironmentFault: ``disk-full``, ``disk-error``.
     """
     return _export("zlab", zlab_config(drafter.config, head, dtype), drafter, head, out, provenance, dtype)
@@ -74,18 +74,18 @@ def export_zlab(
 def export_speculators(
     drafter: Drafter, head: TargetHead, out: Path, *, provenance: Mapping[str, Any], dtype: Dtype = "bfloat16"
 ) -> Exported:
-    """Write a drafter in the layout of speculators 0.9, which vLLM reads too.
+    """Write a drafter in the layout of speculators 0.9, which vLLM also reads; see :func:`export_zlab`.
 
-    As that package does with drafters of the whole vocabulary, the target's embedding and head are left out: they are
-    taken from the target that the config names, ``provenance["target"]``. Else as :func:`export_zlab`.
+    The target's embedding and head are left out, as that package leaves them out for drafters of the whole vocabulary:
+    readers take them from the target that the config names, ``provenance["target"]``.
 
     Raises:
-        ConfigError: ``export-unsupported`` without a name of the target, and for sliding and full layers together, too.
+        ConfigError: ``export-unsupported`` also without a name of the target, and for a mix of sliding and full layers.
     """
     if not provenance["target"]:
         raise ConfigError(
             "export-unsupported",
-            f"{out}: nothing names the target, from which readers of speculators' layout take embedding and head",
+            f"{out}: the target's name is missing; readers of speculators' layout take embedding and head from it",
             hint="export in z-lab's layout: --format zlab",
         )
     config = speculators_config(drafter.config, head, dtype, str(provenance["target"]))
@@ -122,7 +122,9 @@ def _export(
                 _read_back(folder, drafter, weights, head)
                 size_bytes = sum(file.stat().st_size for file in folder.iterdir())
                 if not publish_directory(folder, out):
-                    raise ConflictError("export-exists", f"{out} was made meanwhile", hint="give another folder")
+                    raise ConflictError(
+                        "export-exists", f"another process has made {out} meanwhile", hint="give another folder"
+                    )
         finally:
             with suppress(OSError):  # not empty: another process exports to the same path
                 staging.rmdir()
@@ -142,7 +144,7 @@ def _read_back(folder: Path, drafter: Drafter, weights: Mapping[str, Tensor], he
             raise _differs(folder, f"weight {name}")
     expected = {name: tensor.float() for name, tensor in weights.items()}
     inputs = _seeded_input(drafter.config, head)
-    # rows of the head are independent: some of them tell as much as all
+    # rows of the head are independent: a part of them proves as much as all
     lm_head = head.lm_head[:_CHECK_VOCAB].float()
     with torch.no_grad():
         logits = [
@@ -164,7 +166,9 @@ def _seeded_input(config: DrafterConfig, head: TargetHead) -> tuple[Tensor, Tens
 
 def _differs(folder: Path, what: str) -> IntegrityError:
     return IntegrityError(
-        "export-differs", f"{folder.name}: read back, it is another drafter: {what}", hint="report this: it is a fault"
+        "export-differs",
+        f"{folder.name}: the folder reads back as another drafter: {what}",
+        hint="this is a bug in hstrain: please report it",
     )
 
 
@@ -180,7 +184,7 @@ tags: [dflash, speculative-decoding]
 # {out.name}
 
 A DFlash drafter (arXiv 2602.06036) for `{target}`: from the target's states it drafts {slots} tokens in one pass, which
-the target then verifies. It changes how fast the target answers, not what.
+the target then verifies. It makes the target's answers faster and leaves their content as it is.
 
 | | |
 |---|---|
@@ -205,7 +209,7 @@ the target then verifies. It changes how fast the target answers, not what.
 
 def _origin(provenance: Mapping[str, Any]) -> str:
     if "store" not in provenance:
-        return "Written by hstrain from a drafter that it did not train."
+        return "Written by hstrain, which did not train it."
     trained = "offline by hstrain from an hscache store of the target's hidden states."
     if provenance.get("start"):
         return f"Fine-tuned from the drafter `{_inline(provenance['start']['path'])}`, {trained}"
@@ -217,7 +221,7 @@ def _scaled(config: DrafterConfig) -> str:
         return ""
     return (
         f"\n| block input | the embedding's rows times {config.embed_scale:g} (`input_embedding_scale`); an engine "
-        "that feeds the rows as they are, or multiplies twice, accepts fewer tokens |"
+        "that does not multiply them, or multiplies them twice, accepts fewer tokens |"
     )
 
 

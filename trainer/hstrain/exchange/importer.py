@@ -1,8 +1,8 @@
-"""Read a drafter: one of ours, or a checkpoint that z-lab, speculators or our own export wrote.
+"""Read a drafter: a run of ours, or a folder that z-lab, speculators or our own export wrote.
 
-A released one's ``config.json`` settles the shape (:mod:`hstrain.exchange.layouts`), and the weights must be those of
-that shape, no more and no fewer. speculators' files may carry weights of the target as well; with a target at hand they
-are compared with it, without one they are noted. The files are safetensors, whole or in shards; pickles are not opened.
+The ``config.json`` of a released drafter gives the shape (:mod:`hstrain.exchange.layouts`), and the weights must be
+exactly those of that shape. speculators' files may also contain weights of the target; these are compared with the
+target if there is one, else noted. The files are safetensors, whole or in shards; pickles are not opened.
 
 ``hstrain import`` compares a released drafter with a store, and writes the manifest of a run that fine-tunes it.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from hscache.store.head import TargetHead, load_head
 from hscache.store.layout import StorePaths
 from hscache.store.reader import Store
 from hstrain.drafter.model import Drafter, DrafterConfig
-from hstrain.exchange.layouts import Layout, other_target, read_config
+from hstrain.exchange.layouts import Released, other_target, read_config
 from hstrain.manifest import TrainManifest, check_start, drafter_in, tuning_manifest
 from hstrain.run.checkpoint import load_drafter, weights_digest
 
@@ -39,35 +39,8 @@ _OF_TARGET = {
     "verifier_lm_head.weight": "lm_head",
     "verifier_norm.weight": "norm",
 }
-"""Weights of the target that speculators' files may carry -> their names in :class:`TargetHead`."""
+"""Weights of the target that speculators' files may contain -> their names in :class:`TargetHead`."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Imported:
-    """What a checkpoint said about itself.
-
-    Attributes:
-        layout: Whose layout it is in.
-        taps: 0-based decoder blocks of the target, from its config.
-        logits: How logits follow from the head, from its config: ``scale`` and ``softcap``.
-        dtypes: Of the weights in the file; the drafter has them in float32.
-        tensors: Number of the drafter's weights.
-        verifier: Name of the target, where the config has it.
-        notes: What was read but not used, and what was filled in.
-        apart: Differences from the target that it was compared with: name of a fact or weight -> in words.
-        vllm_causal: Whether vLLM makes all layers causal inside the block, or none; None when it goes by their types.
-    """
-
-    layout: Layout
-    taps: tuple[int, ...]
-    logits: dict[str, Any]
-    dtypes: tuple[str, ...]
-    tensors: int
-    verifier: str | None
-    notes: tuple[str, ...]
-    apart: dict[str, str]
-    vllm_causal: bool | None
 
 
 def open_drafter(
@@ -77,32 +50,35 @@ def open_drafter(
 
     Args:
         path: A run, one of its checkpoints, or a folder in the z-lab or speculators layout.
-        head: Of the store that it is used with.
-        quiet: Do not print what a released one says of itself.
-        any_target: Take a released drafter that is not for this target, too.
+        head: Head of the store that the drafter is used with.
+        quiet: Do not print the taps and notes of a released drafter to stderr.
+        any_target: Also accept a released drafter of another target.
 
     Returns:
-        The drafter, in float32 on the CPU, and what is known of it: ``path``; for one of ours ``provenance``, for a
-        released one ``imported``, an :class:`Imported`.
+        The drafter, in float32 on the CPU, and its facts: ``path``, and ``provenance`` of a drafter of ours, or
+        ``imported`` (:class:`hstrain.exchange.layouts.Released`) of a released one.
 
     Raises:
         InputError: ``not-a-checkpoint`` and what :func:`read_checkpoint` raises.
         IntegrityError: ``checkpoint-damaged``, ``drafter-damaged``.
     """
-    if (path / CONFIG_FILE).exists():
-        read = read_checkpoint if quiet else import_checkpoint
-        drafter, imported = read(path, head, any_target=any_target)
-        return drafter, {"path": str(path), "imported": imported}
-    return load_drafter(path)
+    if not (path / CONFIG_FILE).exists():
+        return load_drafter(path)
+    drafter, imported = read_checkpoint(path, head, any_target=any_target)
+    if not quiet:
+        say(f"{path}: a drafter in the {imported.layout} layout, taps {list(imported.config.taps)}")
+        for note in imported.notes:
+            say(f"{path}: {note}")
+    return drafter, {"path": str(path), "imported": imported}
 
 
 def check_store(path: Path, config: DrafterConfig, store: Store) -> None:
-    """Refuse a store of another target, or without a drafter's taps.
+    """Refuse a store that is of another target or lacks a drafter's taps.
 
     Args:
-        path: Of the drafter, for messages.
-        config: Its shape.
-        store: What it is used with.
+        path: The drafter's, for messages.
+        config: The drafter's shape.
+        store: The store that the drafter is to be used with.
 
     Raises:
         InputError: ``drafter-other-target``.
@@ -116,7 +92,7 @@ def check_store(path: Path, config: DrafterConfig, store: Store) -> None:
     )
     for key, ours in pairs:
         if ours != shape[key]:
-            raise other_target(path, f"its target's {key} is {ours}, that of {store.path} is {shape[key]}")
+            raise other_target(path, f"the {key} of its target is {ours}, that of {store.path} is {shape[key]}")
     if missing := sorted(set(config.taps) - set(store.taps)):
         raise ConfigError(
             "taps-invalid",
@@ -130,18 +106,17 @@ def import_drafter(
 ) -> dict[str, Any]:
     """Compare a released drafter with a store, and write the manifest of a run that fine-tunes it.
 
-    The manifest and the store together must give back the shape that was read, every field of it; else nothing is
-    written.
+    The manifest is written only if it and the store together reproduce every field of the drafter's shape.
 
     Args:
         path: Folder in the z-lab or speculators layout.
         store_path: A store of its target with its taps.
-        out: TOML file to make; None for none. It names the drafter by its absolute path.
-        overrides: ``key.path=value`` strings for the manifest, but for its drafter.
+        out: TOML file to write, which names the drafter by its absolute path; None to write none.
+        overrides: ``key.path=value`` strings for the manifest, except its section ``drafter``.
 
     Returns:
         JSON-plain: ``checkpoint``, ``store``, ``layout``, ``verifier``, ``dtypes``, ``notes``, ``parameters``,
-        ``tensors``, ``weights`` (the digest that a run records of its start), ``drafter`` (all of its shape), and
+        ``tensors``, ``weights`` (the digest that a run records of its start), ``drafter`` (its whole shape), and
         ``manifest``, the file that was written.
 
     Raises:
@@ -180,36 +155,16 @@ def import_drafter(
     }
 
 
-def import_checkpoint(
-    path: Path, head: TargetHead | None = None, *, any_target: bool = False
-) -> tuple[Drafter, Imported]:
-    """Load a drafter as :func:`read_checkpoint` does, and print its taps and notes to stderr.
-
-    Args:
-        path: As there.
-        head: As there.
-        any_target: As there.
-
-    Raises:
-        HscacheError: As there.
-    """
-    drafter, facts = read_checkpoint(path, head, any_target=any_target)
-    say(f"{path}: a drafter in the {facts.layout} layout, taps {list(facts.taps)}")
-    for note in facts.notes:
-        say(f"{path}: {note}")
-    return drafter, facts
-
-
 def read_checkpoint(
     path: Path, head: TargetHead | None = None, *, any_target: bool = False
-) -> tuple[Drafter, Imported]:
-    """Load a drafter, in float32 on the CPU.
+) -> tuple[Drafter, Released]:
+    """Load a released drafter, in float32 on the CPU.
 
     Args:
         path: Folder with ``config.json`` and safetensors.
-        head: The target's; the checkpoint is compared with it. A config that does not say how many layers the target
-            has (speculators') needs it.
-        any_target: Also accept a drafter of another target; ``apart`` lists the differences.
+        head: Head of the target, with which the drafter is compared. It is needed if the config does not give the
+            number of the target's layers, as speculators' does not.
+        any_target: Also accept a drafter of another target; ``differences`` lists what differs.
 
     Raises:
         InputError: ``drafter-missing``, ``drafter-config``, ``drafter-unsupported``, ``drafter-weights``,
@@ -217,38 +172,30 @@ def read_checkpoint(
         IntegrityError: ``drafter-damaged``.
     """
     raw = _read_json(path / CONFIG_FILE)
-    said = read_config(path, raw, head)
+    read = read_config(path, raw, head)
     if (path / "mask_embedding.pt").exists():
         raise InputError(
             "drafter-unsupported",
             f"{path}/mask_embedding.pt: a separate embedding for the mask, expected the target's row of the mask id",
         )
     tensors = _read_weights(path)
-    weights = {name: tensor for name, tensor in tensors.items() if said.layout == "zlab" or name not in _OF_TARGET}
+    weights = {name: tensor for name, tensor in tensors.items() if read.layout == "zlab" or name not in _OF_TARGET}
     with torch.device("meta"):
-        drafter = Drafter(said.config)
+        drafter = Drafter(read.config)
     _check_weights(path, weights, drafter)
-    notes, apart = said.notes, said.apart
+    notes, differences = list(read.notes), dict(read.differences)
     for name in sorted(tensors.keys() - weights.keys()):
-        same, note = _compare_with_target(path, name, tensors[name], said.config, head)
+        same, note = _compare_with_target(path, name, tensors[name], read.config, head)
         if same:
             notes.append(note)
         else:
-            apart[name] = note
-    if apart and not any_target:
-        raise other_target(path, "; ".join(apart.values()))
+            differences[name] = note
+    if differences and not any_target:
+        raise other_target(path, "; ".join(differences.values()))
     drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
-    return drafter, Imported(
-        said.layout,
-        said.config.taps,
-        said.logits,
-        tuple(dtypes),
-        len(weights),
-        said.verifier,
-        tuple(notes),
-        apart,
-        said.vllm_causal,
+    return drafter, replace(
+        read, notes=tuple(notes), differences=differences, dtypes=tuple(dtypes), tensors=len(weights)
     )
 
 
@@ -277,14 +224,14 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         )
     places = _read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(places, dict):
-        raise _damaged(path / INDEX_FILE, "no weight_map")
+        raise _damaged(path / INDEX_FILE, "weight_map is missing or not an object")
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
         if Path(str(name)).name != name:
             raise _damaged(path / INDEX_FILE, f"a shard outside the folder: {name!r}")
         found = _read_file(path / name)
         if found.keys() != {key for key, place in places.items() if place == name}:
-            raise _damaged(path / name, f"its tensors are not those that {INDEX_FILE} names")
+            raise _damaged(path / name, f"its tensors differ from those that {INDEX_FILE} lists")
         tensors |= found
     return tensors
 
@@ -306,7 +253,7 @@ def _check_weights(path: Path, weights: Mapping[str, Tensor], drafter: Drafter) 
         raise InputError(
             "drafter-weights",
             f"{path}: {len(missing)} weights are missing {missing[:4]}, {len(unexpected)} unexpected {unexpected[:4]}",
-            hint="a weight that nobody reads would change nothing and cost acceptance: is it another kind of drafter?",
+            hint="all of a drafter's weights must be known and used: this may be another kind of drafter",
         )
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape or tensor.dtype not in _FLOATS:
@@ -316,7 +263,7 @@ def _check_weights(path: Path, weights: Mapping[str, Tensor], drafter: Drafter) 
                 f"expected floats {list(expected[name].shape)} by its config",
             )
         if not tensor.isfinite().all():
-            raise _damaged(path, f"{name} has NaN or infinities")
+            raise _damaged(path, f"{name} contains NaN or infinities")
 
 
 def _compare_with_target(

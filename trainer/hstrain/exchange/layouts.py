@@ -1,17 +1,17 @@
 """``config.json`` of a drafter in the two layouts that others read: z-lab's (SGLang, vLLM, dflash) and speculators'.
 
-Both are a Qwen3 config with the drafter's own facts beside it. z-lab: ``block_size`` at the top and in
+Both are a Qwen3 config plus the drafter's own facts. z-lab: ``block_size`` at the top and in
 ``dflash_config``, with ``mask_token_id`` and ``target_layer_ids`` = taps. speculators: the Qwen3 config inside
 ``transformer_layer_config``, and ``aux_hidden_state_layer_ids`` = taps + 1.
 
-A layer's type says whether it is causal inside the block (:mod:`hstrain.drafter.attention`): so readers of z-lab's
-layout take it, and speculators' own class. But vLLM makes one flag for all layers out of speculators'
-``sliding_window_non_causal`` (``tests/oracle/test_vllm.py``), and no value of it is right for sliding and full layers
-together.
+The type of a layer decides whether it is causal inside the block (:mod:`hstrain.drafter.attention`). Readers of z-lab's
+layout and speculators' own class follow it. But vLLM derives one flag for all layers from speculators'
+``sliding_window_non_causal`` (``tests/oracle/test_vllm.py``), and no value of that key is right for a drafter that has
+both sliding and full layers.
 
-Engines pass over what they do not know, and a config that is read wrongly only shows as a low acceptance length. So
-reading takes every value from the file, as the engines do (transformers fills in what it left out when it wrote the
-file), refuses by name what our drafter does not do, and refuses a key that says two things in two places.
+Engines ignore keys that they do not know, and a config that is misread shows only as a low acceptance length. So the
+reader here takes every value from the file, as the engines do (transformers fills in what it left out when it wrote the
+file), and refuses keys that our drafter does not implement and keys with different values in two places.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_aux_hidden_state": (True,),
     "use_swa": (False,),
 }
-"""Keys that change what a drafter computes -> values, besides null, under which it computes what ours does."""
+"""Keys that change what a drafter computes -> values, besides null, for which it computes the same as ours."""
 _NESTED = {"block_size", "causal", "final_logit_softcapping", "input_embedding_scale", "is_causal", "mask_token_id",
            "num_target_layers", "output_multiplier", "swa_window_size", "target_layer_ids"}  # fmt: skip
 """Keys of ``dflash_config`` that are read, besides the neutral ones."""
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
           "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
 _LARGEST, _LARGEST_BLOCK = 1 << 24, 1 << 12
-"""Widths, counts and blocks above these are no drafter's: tensors of such shapes cannot be made, or even described."""
+"""Largest widths or counts, and largest block, that are accepted: no tensor of a larger shape can be made."""
 _SPECULATORS = "0.9.0"
-"""Version of speculators whose keys are written; its format has no version number."""
+"""The version of speculators whose keys are written; its format has no version number."""
 
 
 def qwen3_config(config: DrafterConfig) -> dict[str, Any]:
-    """Return the Qwen3 part of both layouts, nothing left to a reader's defaults.
+    """Return the Qwen3 part of both layouts, with a value for every key so that no reader's default counts.
 
-    ``use_sliding_window`` must be set with a window: transformers drops the window without it. ``rope_theta`` stands in
-    both of the places where one or another version of transformers looks.
+    ``use_sliding_window`` must be set with a window: transformers drops the window without it. ``rope_theta`` is in two
+    places, because versions of transformers differ in where they look.
     """
     return {
         "attention_bias": False,
@@ -133,7 +133,7 @@ def speculators_config(config: DrafterConfig, head: TargetHead, dtype: str, veri
         raise ConfigError(
             "export-unsupported",
             f"the target's logits are scaled or capped ({relation}) or its embeddings multiplied "
-            f"({config.embed_scale:g}), which speculators' layout cannot say",
+            f"({config.embed_scale:g}), which speculators' layout cannot express",
             hint="export in z-lab's layout: --format zlab",
         )
     sliding = config.layer_types.count("sliding_attention")
@@ -141,8 +141,8 @@ def speculators_config(config: DrafterConfig, head: TargetHead, dtype: str, veri
         raise ConfigError(
             "export-unsupported",
             f"{sliding} of {config.num_layers} layers are sliding, expected all or none: vLLM has one causal flag for "
-            "all layers of a speculators config (vllm#56692), but sliding layers are trained causal inside the block, "
-            "full ones not",
+            "all layers of a speculators config (vllm#56692), but in training only sliding layers are causal inside "
+            "the block",
             hint="export in z-lab's layout: --format zlab",
         )
     proposal = {
@@ -178,46 +178,50 @@ def _check_taps(config: DrafterConfig) -> None:
     if config.num_target_layers - 1 in config.taps:
         raise ConfigError(
             "export-unsupported",
-            f"tap {config.taps[-1]} is the target's last block: trained on its output, but engines that follow "
-            "transformers read that place after the final norm",
-            hint="train without the last tap: fit on fewer taps of the same store",
+            f"tap {config.taps[-1]} is the target's last block: the drafter was trained on its output, but engines "
+            "that follow transformers give the state after the final norm",
+            hint="train without the last tap: set drafter.taps to the other taps of the store",
         )
 
 
 @dataclass(frozen=True)
-class Read:
-    """What a ``config.json`` says.
+class Released:
+    """What a released drafter's files say.
 
     Attributes:
-        layout: Whose layout it is in.
+        layout: Layout of the folder.
         config: The drafter's shape.
         logits: How logits follow from the head: ``scale`` and ``softcap``.
-        verifier: Name of the target, where it has one.
-        notes: What was read but not used, and what was filled in.
-        apart: Differences from the target of ``head``: name of a fact -> both values, in words.
-        vllm_causal: Whether vLLM makes all layers causal inside the block, or none; None when it goes by their types.
+        verifier: Name of the target; None if the config does not give one.
+        notes: Values that were read but not used, and values that were filled in.
+        differences: From the target that it was compared with: name of a fact or weight -> both values, in words.
+        vllm_causal: Whether vLLM makes all layers causal inside the block, or none; None if it follows their types.
+        dtypes: Types of the weights in the files; the drafter has them in float32.
+        tensors: Number of the drafter's weights.
     """
 
     layout: Layout
     config: DrafterConfig
     logits: dict[str, Any]
     verifier: str | None
-    notes: list[str]
-    apart: dict[str, str]
+    notes: tuple[str, ...]
+    differences: dict[str, str]
     vllm_causal: bool | None
+    dtypes: tuple[str, ...] = ()
+    tensors: int = 0
 
 
-def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> Read:
-    """Read a ``config.json``.
+def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> Released:
+    """Read a ``config.json``; the weights remain to be read.
 
     Args:
-        path: Of the folder, for messages.
+        path: The folder, for messages.
         raw: Content of the file.
-        head: The target's. Without it, a config that lacks ``num_target_layers`` is refused.
+        head: Head of the target. Without it, a config that lacks ``num_target_layers`` is refused.
 
     Raises:
-        InputError: ``drafter-config`` when a value is missing, wrong or says two things; ``drafter-unsupported`` when
-            the drafter is another than ours.
+        InputError: ``drafter-config`` when a value is missing, wrong or contradicts another one;
+            ``drafter-unsupported`` when our drafter does not implement the architecture.
     """
     layout = _layout(path, raw)
     nested = raw.get("dflash_config") or {} if layout == "zlab" else {}
@@ -228,7 +232,9 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
     for place in places:
         _refuse_other(path, place)
     if unknown := sorted(nested.keys() - _NESTED - _NEUTRAL.keys()):
-        raise InputError("drafter-unsupported", f"{path}: dflash_config has {unknown}, which this version does not do")
+        raise InputError(
+            "drafter-unsupported", f"{path}: dflash_config has {unknown}, which this version does not implement"
+        )
     filled = _as_transformers_reads(path, qwen3)
     notes = [f"{key} = {getattr(filled, key)} (absent: transformers' default)" for key in _SHAPE if key not in qwen3]
     if getattr(filled, "attention_dropout", 0):
@@ -258,15 +264,15 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
     if layout == "speculators":
         _check_speculators(path, raw, config)
         vllm_causal = _vllm_causal(raw, qwen3, config, notes)
-    scale, softcap = (_said(path, key, places) for key in ("output_multiplier", "final_logit_softcapping"))
+    scale, softcap = (_value(path, key, places) for key in ("output_multiplier", "final_logit_softcapping"))
     logits = {
         "scale": 1 if scale is None else _real(path, "output_multiplier", scale),
         "softcap": None if softcap in (None, 0) else _real(path, "final_logit_softcapping", softcap),
     }
     if head is None and logits != {"scale": 1, "softcap": None}:
         notes.append(f"logits {logits}: not compared with a target")
-    apart = {} if head is None else _apart(config, logits, head)
-    return Read(layout, config, logits, _verifier(path, raw), notes, apart, vllm_causal)
+    differences = {} if head is None else _differences(config, logits, head)
+    return Released(layout, config, logits, _verifier(path, raw), tuple(notes), differences, vllm_causal)
 
 
 def _layout(path: Path, raw: Mapping[str, Any]) -> Layout:
@@ -290,7 +296,7 @@ def _as_transformers_reads(path: Path, qwen3: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     kind = qwen3.get("model_type", "qwen3")
-    if kind not in ("qwen3", "llama"):  # speculators gives either name to the same layers
+    if kind not in ("qwen3", "llama"):  # speculators uses both names for the same layers
         raise _unsupported(path, "model_type", kind, "'qwen3' or 'llama'")
     try:
         return AutoConfig.for_model(kind, **{k: v for k, v in deepcopy(dict(qwen3)).items() if k != "model_type"})
@@ -298,8 +304,8 @@ def _as_transformers_reads(path: Path, qwen3: Mapping[str, Any]) -> Any:
         raise _wrong(path, f"transformers refuses it: {error}") from error
 
 
-def _said(path: Path, key: str, places: list[Mapping[str, Any]]) -> Any:
-    """Return what the places say under a key, None when none does."""
+def _value(path: Path, key: str, places: list[Mapping[str, Any]]) -> Any:
+    """Return the value of a key, which must be the same in all places that have it; None if no place has it."""
     values = [place[key] for place in places if place.get(key) is not None]
     if any(value != values[0] for value in values):
         raise _wrong(path, f"{key} is {' and '.join(map(str, values))} in two places")
@@ -307,14 +313,14 @@ def _said(path: Path, key: str, places: list[Mapping[str, Any]]) -> Any:
 
 
 def _number(path: Path, key: str, places: list[Mapping[str, Any]]) -> int:
-    value = _said(path, key, places)
+    value = _value(path, key, places)
     if not isinstance(value, int) or isinstance(value, bool):
         raise _wrong(path, f"{key} is {value!r}, expected a whole number")
     return value
 
 
 def _real(path: Path, key: str, value: object) -> float:
-    # a whole number of JSON's may be larger than any float
+    # a whole number in JSON may be larger than any float
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise _wrong(path, f"{key} is {value!r}, expected a number above 0")
     return float(value)
@@ -331,9 +337,9 @@ def _verifier(path: Path, raw: Mapping[str, Any]) -> str | None:
 
 def _taps(path: Path, layout: Layout, places: list[Mapping[str, Any]]) -> tuple[int, ...]:
     key, offset = ("target_layer_ids", 0) if layout == "zlab" else ("aux_hidden_state_layer_ids", 1)
-    ids = _said(path, key, places)
+    ids = _value(path, key, places)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise _wrong(path, f"{key} is {ids!r}, expected a list of numbers; taps follow no rule that could replace it")
+        raise _wrong(path, f"{key} is {ids!r}, expected a list of whole numbers; taps cannot be derived otherwise")
     taps = tuple(i - offset for i in ids)
     if taps[0] < 0 or list(taps) != sorted(set(taps)):
         raise _unsupported(path, key, ids, "ascending, distinct decoder blocks")
@@ -341,21 +347,21 @@ def _taps(path: Path, layout: Layout, places: list[Mapping[str, Any]]) -> tuple[
 
 
 def _target_layers(path: Path, places: list[Mapping[str, Any]], taps: tuple[int, ...], head: TargetHead | None) -> int:
-    if _said(path, "num_target_layers", places) is not None:
+    if _value(path, "num_target_layers", places) is not None:
         return _number(path, "num_target_layers", places)
     if head is not None:
-        # a target without these taps, or with the last at its end, is not the one: as many as there must be then
+        # a target that is too small for these taps is another target: then take the least number that they need
         return max(int(head.facts["shape"]["num_layers"]), taps[-1] + 2)
-    raise _wrong(path, "it does not say how many layers the target has", hint="name a store of its target")
+    raise _wrong(path, "the number of the target's layers is missing", hint="name a store of its target")
 
 
 def _embed_scale(path: Path, places: list[Mapping[str, Any]], head: TargetHead | None, notes: list[str]) -> float:
-    scale = _said(path, "input_embedding_scale", places)
+    scale = _value(path, "input_embedding_scale", places)
     if scale is None:
         if head is not None and head.embed_scale != 1:
             notes.append(
                 f"input_embedding_scale = 1 (absent: as the dflash package reads it; the target multiplies its "
-                f"embeddings by {head.embed_scale:g}, and some engines feed them so)"
+                f"embeddings by {head.embed_scale:g}, and some engines feed the drafter multiplied ones)"
             )
         return 1.0
     return _real(path, "input_embedding_scale", scale)
@@ -410,25 +416,25 @@ def _check_shape(path: Path, config: DrafterConfig) -> None:
             raise _wrong(path, what)
     if config.taps[-1] == config.num_target_layers - 1:
         raise _unsupported(
-            path, "taps", list(config.taps), "none at the last block, whose output engines give after the final norm"
+            path, "taps", list(config.taps), "no tap at the last block: engines give its output after the final norm"
         )
 
 
 def _check_layers(path: Path, config: DrafterConfig, places: list[Mapping[str, Any]]) -> None:
-    """Compare the layers with :mod:`hstrain.drafter.attention`: full layers look both ways, sliding ones only back."""
+    """Refuse layers unlike those of :mod:`hstrain.drafter.attention`: full ones see both ways, sliding ones back."""
     kinds = set(config.layer_types)
     if other := kinds - {"full_attention", "sliding_attention"}:
         raise _unsupported(path, "layer_types", sorted(other), "full_attention, sliding_attention")
     if "sliding_attention" in kinds and config.sliding_window is None:
-        raise _wrong(path, "sliding layers without a window: sliding_window counts only with use_sliding_window true")
-    window = _said(path, "swa_window_size", places)
+        raise _wrong(path, "sliding layers, but no window: sliding_window counts only if use_sliding_window is true")
+    window = _value(path, "swa_window_size", places)
     if window is not None and "sliding_attention" in kinds and window != config.sliding_window:
         raise _wrong(path, f"swa_window_size {window} and sliding_window {config.sliding_window} differ")
     for key in ("is_causal", "causal"):
-        causal = _said(path, key, places)
+        causal = _value(path, key, places)
         if causal is not None and any(bool(causal) != (kind == "sliding_attention") for kind in config.layer_types):
             raise _unsupported(
-                path, key, causal, f"none, which makes sliding layers causal and full ones not: {config.layer_types}"
+                path, key, causal, f"null: sliding layers are causal and full ones are not: {config.layer_types}"
             )
 
 
@@ -442,22 +448,22 @@ def _check_speculators(path: Path, raw: Mapping[str, Any], config: DrafterConfig
 
 
 def _vllm_causal(raw: Mapping[str, Any], qwen3: Mapping[str, Any], config: DrafterConfig, notes: list[str]) -> bool:
-    """Return whether vLLM makes all layers of a speculators config causal; a note says where that is not as trained."""
+    """Return whether vLLM makes all layers of a speculators config causal; add a note if training did otherwise."""
     causal = qwen3.get("is_causal")
     if causal is None:
         causal = not raw.get("sliding_window_non_causal", True)
     sliding = config.layer_types.count("sliding_attention")
     if sliding != (config.num_layers if causal else 0):
-        said, served = raw.get("sliding_window_non_causal", "absent"), "all" if causal else "none"
+        value, served = raw.get("sliding_window_non_causal", "absent"), "all" if causal else "none"
         notes.append(
-            f"sliding_window_non_causal is {said}: vLLM will serve {served} of the {config.num_layers} layers as "
-            f"causal inside the block, but only sliding layers ({sliding}) are read so here and by speculators' own "
-            "class; export it again with --format zlab"
+            f"sliding_window_non_causal is {value}: vLLM will serve {served} of the {config.num_layers} layers as "
+            f"causal inside the block, but hstrain and speculators' own class read only sliding layers ({sliding}) as "
+            "causal; export it again with --format zlab"
         )
     return bool(causal)
 
 
-def _apart(config: DrafterConfig, logits: dict[str, Any], head: TargetHead) -> dict[str, str]:
+def _differences(config: DrafterConfig, logits: dict[str, Any], head: TargetHead) -> dict[str, str]:
     shape, relation = head.facts["shape"], head.facts["head"]
     pairs = {
         "hidden_size": (config.hidden_size, shape["hidden_size"]),
@@ -471,7 +477,7 @@ def _apart(config: DrafterConfig, logits: dict[str, Any], head: TargetHead) -> d
 
 
 def other_target(path: Path, what: str) -> InputError:
-    """Return the error of a checkpoint that is not for the target at hand."""
+    """Return the error for a drafter of another target."""
     return InputError(
         "drafter-other-target", f"{path}: {what}", hint="use a store of the target that the drafter was trained for"
     )

@@ -1,8 +1,8 @@
 """Use a serving engine's text as the reference: score the drafter on it, and find where our text first differs.
 
-Every text is read once by the live target, whose states give the serving walk, the same as over a store's sample. Where
-the engine ends a text without returning the end token, the target's most likely end token is used. An end
-token that the engine gives is the end, whether it is one of the target's or another that the engine was given.
+The live target reads every text once, and its states give the serving walk, as over a sample of a store. If the engine
+ends a text without returning the end token, the target's most likely end token is used. An end token from the engine
+ends the text even if it is not one of the target's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from hscache.console import Progress
 from hscache.errors import EnvironmentFault
 from hscache.store.reader import Sample
 from hstrain.drafter.losses import Head
-from hstrain.drafter.model import Drafter
 from hstrain.live.decode import Decoded, Draft
 from hstrain.live.server import Answer, PromptFault, Server
 from hstrain.live.target import LiveTarget, Prompt
@@ -30,11 +29,11 @@ class Reference:
     """A completion of a serving engine as token ids.
 
     Attributes:
-        ids: Without the end token.
-        end: The end token as the engine gave it; None where it gave none.
-        stopped: It ended at an end token.
-        ids_from: ``server``, or ``text`` where ours are the text's tokens.
-        stable: Prompt and text, tokenized together, are these tokens, and as many as the engine counts.
+        ids: Token ids, without the end token.
+        end: The engine's end token; None if it gave none.
+        stopped: Whether the text ended at an end token.
+        ids_from: ``server`` if the engine gave the ids, ``text`` if we tokenized its text.
+        stable: Whether prompt and text, tokenized together, give these tokens, as many as the engine counts.
     """
 
     ids: list[int]
@@ -50,18 +49,18 @@ def fetch_references(
     """Let a server complete prompts, greedily, one after the other.
 
     Args:
-        server: Where.
+        server: The server.
         live: The target, for its end tokens and vocabulary.
-        tokenizer: The target's.
-        prompts: What to complete.
-        max_new_tokens: Tokens of a completion at most.
+        tokenizer: The target's tokenizer.
+        prompts: Prompts to complete.
+        max_new_tokens: Most tokens of a completion.
 
     Returns:
-        The reference of each prompt, None without one; and for these ``id``, ``reason`` (a key of
+        The reference of each prompt or None, and for each prompt without one its ``id``, ``reason`` (a key of
         :data:`hstrain.live.server.REASONS`) and ``detail``.
 
     Raises:
-        EnvironmentFault: As the server does; ``server-answer`` when no prompt has a reference.
+        EnvironmentFault: The server's errors; ``server-answer`` when no prompt has a reference.
     """
     references: list[Reference | None] = []
     rejected: list[dict[str, str]] = []
@@ -88,29 +87,27 @@ def fetch_references(
 
 def score_reference(
     live: LiveTarget,
-    drafter: Drafter,
     draft: Draft,
     prompt: Prompt,
     reference: Reference,
     ours: Decoded,
     tree_size: int | None = None,
 ) -> dict[str, Any]:
-    """Walk over a reference as serving would, and say where our own text first parts from it.
+    """Walk over a reference as serving would, and find where our own text first differs from it.
 
     Args:
         live: The target; its text is replaced.
-        drafter: On the target's device.
-        draft: Of that drafter, for the head.
-        prompt: What was completed.
-        reference: How.
-        ours: The target's own greedy completion.
+        draft: The drafter.
+        prompt: The prompt.
+        reference: The server's completion of it.
+        ours: The target's own greedy completion of it.
         tree_size: Nodes of a draft tree; None for a chain.
 
     Returns:
         ``ids`` with the end token, ``finish_reason``, ``anchors``, ``accepted`` and ``streaks`` of the walk,
-        ``ids_from``, ``stable``, and ``parts``: None where our text is the same, else ``position`` in the completion,
-        the ``server``'s token and ``ours``, the target's ``top_ids`` and ``top_logits`` there and their ``gap``; None
-        for tokens after an end.
+        ``ids_from``, ``stable``, and ``parts``: None if our text is the same, else ``position`` in the completion, the
+        ``server``'s token and ``ours``, the target's ``top_ids`` and ``top_logits`` there and their ``gap``; the values
+        of a text that has ended before are None.
 
     Raises:
         EnvironmentFault: ``not-finite``.
@@ -125,7 +122,7 @@ def score_reference(
     states, tokens = rows.states.to("cpu", torch.bfloat16), torch.tensor([*prompt.ids, *ids], dtype=torch.int32)
     sample = Sample(prompt.sample_id, prompt.tag, tokens, mask, states, None, None)
     head = Head(draft.head, live.device, torch.float32)
-    score = score_sample(drafter, head, sample, trees=[tree_size] if tree_size else ())
+    score = score_sample(draft.drafter, head, sample, trees=[tree_size] if tree_size else ())
     kept_N = score.tree_Ns[:, 0] if tree_size else score.streak
     accepted = score.walk(kept_N)
     at = np.cumsum([0, *accepted])[:-1]  # one turn: its anchors are consecutive
@@ -137,52 +134,52 @@ def score_reference(
         "streaks": kept_N[at].tolist(),
         "ids_from": reference.ids_from,
         "stable": reference.stable,
-        "parts": _parts(ours, ids),
+        "parts": _difference(ours, ids),
     }
 
 
 def _read(answer: Answer, live: LiveTarget, tokenizer: Any, prompt: list[int], max_new_tokens: int) -> Reference:
-    """Return the tokens of an answer."""
+    """Return the tokens of an answer, after checking them."""
     text = tokenizer.decode(prompt, clean_up_tokenization_spaces=False) + answer.text
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     given = answer.ids
-    if given is None:  # of a tokenizer that puts a space before every text, the text's own tokens would be others
+    if given is None:  # tokenized with the prompt: alone, the text may get a leading space and so other tokens
         joins = whole[: len(prompt)] == prompt
         given = whole[len(prompt) :] if joins else tokenizer(answer.text, add_special_tokens=False)["input_ids"]
     size = live.loaded.shape.vocab_size
-    strange = [token for token in given if type(token) is not int or not 0 <= token < size]
-    if strange:
-        raise PromptFault("other-tokens", f"{strange[:8]}, expected ids below {size}")
+    unknown = [token for token in given if type(token) is not int or not 0 <= token < size]
+    if unknown:
+        raise PromptFault("other-tokens", f"{unknown[:8]}, expected ids below {size}")
     n = next((i for i, token in enumerate(given) if token in live.eos_ids), len(given))
-    n -= n == len(given) and _ends_otherwise(answer, tokenizer)
+    n -= n == len(given) and _last_is_end(answer, tokenizer)
     ids, end = given[:n], given[n] if n < len(given) else None
     if not ids:
         raise PromptFault("empty-completion", f"the text is {answer.text!r}")
     room = live.max_positions - len(prompt) - 1
     if n > room:
-        raise PromptFault("other-tokens", f"{n} tokens, room for {room}")
+        raise PromptFault("other-tokens", f"{n} tokens, expected at most {room}")
     if (written := n + (end is not None)) > max_new_tokens:
-        raise PromptFault("too-many-tokens", f"{written} tokens, asked for {max_new_tokens}")
+        raise PromptFault("too-many-tokens", f"{written} tokens, expected at most {max_new_tokens}")
     stopped = answer.stopped or end is not None
     counted = answer.n_tokens is None or answer.n_tokens in (n, n + stopped)
-    behind = whole[len(prompt) + n :]
-    same = whole == [*prompt, *ids, *behind] and (not behind or behind[0] in {*live.eos_ids, end})
-    stable = same and counted and "\ufffd" not in answer.text  # a text that ends inside a character
+    after = whole[len(prompt) + n :]
+    same = whole == [*prompt, *ids, *after] and (not after or after[0] in {*live.eos_ids, end})
+    stable = same and counted and "\ufffd" not in answer.text  # such a text ends inside a character
     return Reference(ids, end, stopped, "text" if answer.ids is None else "server", stable)
 
 
-def _ends_otherwise(answer: Answer, tokenizer: Any) -> bool:
-    """Tell whether the last token is an end token, though none of the target's: a special one, or not in the text."""
+def _last_is_end(answer: Answer, tokenizer: Any) -> bool:
+    """Return whether the last token is an end token that the target does not know: special, or not in the text."""
     if not answer.stopped or not answer.ids or answer.n_tokens == len(answer.ids) + 1:
-        return False  # in the last case the server counts one more, which it keeps back
+        return False  # in the last case the server counts an end token that it does not return
     if answer.ids[-1] in tokenizer.all_special_ids:
         return True
     before, whole = (tokenizer.decode(i, clean_up_tokenization_spaces=False) for i in (answer.ids[:-1], answer.ids))
     return bool(before == answer.text != whole)
 
 
-def _parts(ours: Decoded, ids: list[int]) -> dict[str, Any] | None:
-    """Return where our own completion first is another than these tokens."""
+def _difference(ours: Decoded, ids: list[int]) -> dict[str, Any] | None:
+    """Return the first place where our own completion differs from these tokens, None if they are equal."""
     at = first_difference(ours.ids, ids)
     if at is None:
         return None
@@ -195,6 +192,6 @@ def _parts(ours: Decoded, ids: list[int]) -> dict[str, Any] | None:
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Return the first place where two texts differ, or where one of them has ended; None where they are equal."""
+    """Return the first position at which two texts differ or only one has ended; None if they are equal."""
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return None if at == len(a) == len(b) else at

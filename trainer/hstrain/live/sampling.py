@@ -1,12 +1,11 @@
-"""Choosing tokens: temperature, nucleus, and the rejection rule that leaves the target's distribution as it is.
+"""Choose tokens: temperature, nucleus, and the rejection rule that preserves the target's distribution.
 
-A drafted token x ~ q is kept with probability min(1, p(x) / q(x)); at the first that is not, a token of the
-normalised rest max(p - q, 0) takes its place, and the tokens drafted after it are dropped. The text is then distributed
+A drafted token x ~ q is kept with probability min(1, p(x) / q(x)). The first token that is not kept is replaced by one
+drawn from the normalised rest max(p - q, 0), and the tokens drafted after it are dropped. The text is then distributed
 as if the target alone had written it (arXiv 2211.17192, theorem 1), whatever q is: a poor drafter costs time, not
-quality.
-The q of a slot may depend on anything known before the block, so slots that are drafted side by side are fine.
+quality. The q of a slot may depend on everything that is known before the block, so all slots may be drafted at once.
 
-Probabilities are float64: with p and q of a quarter of a million tokens, float32 would leave a rest of rounding errors.
+Probabilities are float64: for a quarter of a million tokens in float32, the rest p - q would contain rounding errors.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ def distribution(logits_nV: Tensor, temperature: float, top_p: float = 1.0) -> T
     Args:
         logits_nV: [n, V].
         temperature: Above 0.
-        top_p: Only the most likely tokens are kept, as few as hold this much of the mass; the token that passes the
-            mark is kept too, so there is always one, and with 0 it is the most likely.
+        top_p: Keep the smallest number of most likely tokens whose probabilities sum to this much or more; at least
+            one, so that 0 keeps the most likely token.
     """
     logits_nV = logits_nV.double()
-    # before the division: a temperature next to 0 would make infinities of them
+    # subtract the largest before dividing: a temperature near 0 would otherwise make infinities
     p_nV = ((logits_nV - logits_nV.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_p >= 1:
         return p_nV
@@ -47,9 +46,9 @@ def accept_drafted(p_BV: Tensor, q_kV: Tensor, drafted_k: Tensor, generator: tor
 
     Args:
         p_BV: float64 [B, V] the target's distribution after the anchor and after each drafted token; k = B - 1.
-        q_kV: float64 [k, V] what each token was drafted from.
+        q_kV: float64 [k, V] the distribution from which each token was drafted.
         drafted_k: int64 [k] tokens.
-        generator: Source of chance, on the device of the tensors.
+        generator: Source of random numbers, on the device of the tensors.
     """
     k = len(drafted_k)
     chosen = drafted_k[:, None]
@@ -59,6 +58,6 @@ def accept_drafted(p_BV: Tensor, q_kV: Tensor, drafted_k: Tensor, generator: tor
     streak = int(kept)
     rest_V = p_BV[streak]
     if streak < k:
-        # not kept means p < q here, so p > q elsewhere
+        # the token was not kept, so p < q at it, and p > q elsewhere
         rest_V = (rest_V - q_kV[streak]).clamp_min(0)
     return streak, int(draw(rest_V[None], generator))

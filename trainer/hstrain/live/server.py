@@ -1,9 +1,9 @@
 """Request completions from a serving engine over HTTP.
 
 ``/v1/completions`` takes a prompt as token ids, so the engine's chat template and tokenizer are not involved. Answers
-differ: vLLM and SGLang add ``token_ids`` to a choice when ``return_token_ids`` is asked for (older ones leave it out,
-as other servers do); llama.cpp gives an ``id`` with every token of ``logprobs``; other answers have only the text. The
-end token may be among the ids or not, and is not in the text.
+differ: vLLM and SGLang add ``token_ids`` to a choice if the request has ``return_token_ids`` (older versions and other
+servers do not); llama.cpp gives an ``id`` with every token of ``logprobs``; other answers have only the text. The end
+token is not in the text, but may be among the ids.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hscache.errors import ConfigError, EnvironmentFault
 
 REASONS: dict[str, str] = {
     "empty-completion": "the server wrote nothing but an end token",
-    "no-text": "the server's text is no Unicode",
+    "no-text": "the server's text is not valid Unicode",
     "other-prompt": "the server read other tokens than were sent",
-    "other-tokens": "the server gave ids that the target's vocabulary has not, or more than its positions hold",
-    "prompt-refused": "the server answered this prompt with an HTTP status that blames the request",
+    "other-tokens": "the server gave ids outside the target's vocabulary, or more tokens than its positions allow",
+    "prompt-refused": "the server refused this prompt with HTTP status 400, 413 or 422",
     "too-many-tokens": "the server wrote more tokens than it was asked for",
     "unfinished": "the server ended the text neither at an end token nor at its length",
 }
 """Why a prompt has no reference."""
 _BLAMES_THE_PROMPT = (400, 413, 422)
 _LLAMA_CPP = {"logprobs": 1, "n_probs": 1, "repeat_penalty": 1.0}
-"""What llama.cpp wants beside OpenAI's fields to say ids; other engines would compute log-probabilities for nothing."""
+"""Fields with which llama.cpp returns ids; other engines would compute log-probabilities in vain."""
 _SHOWN = 300
-"""Characters of an answer in a message."""
+"""Most characters of an answer that a message shows."""
 
 
 class PromptFault(Exception):
@@ -41,7 +41,7 @@ class PromptFault(Exception):
 
     Args:
         reason: A key of :data:`REASONS`.
-        detail: What was got and expected.
+        detail: The value that the server gave, and the expected one.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -54,10 +54,10 @@ class Answer:
     """A completion as the server gave it.
 
     Attributes:
-        text: Without the prompt.
-        ids: Its tokens as the server has them, of whatever type; None where it gives none.
-        n_tokens: How many tokens the server counts, or None.
-        stopped: It ended at an end token, not by its length.
+        text: The text, without the prompt.
+        ids: The token ids, unchecked and of any type; None if the server gives none.
+        n_tokens: The server's count of tokens, or None.
+        stopped: Whether the text ended at an end token; if not, it reached its length.
     """
 
     text: str
@@ -67,29 +67,31 @@ class Answer:
 
 
 class Server:
-    """An OpenAI-compatible server, found and asked for its models. ``OPENAI_API_KEY`` goes to its address alone.
+    """An OpenAI-compatible server; the constructor asks it for its models. ``OPENAI_API_KEY`` is sent to it alone.
 
     Args:
         url: Its address, with or without ``/v1``.
-        model: As the server names it; None for the only one that it has.
-        timeout_s: Seconds without a byte after which an answer is given up.
+        model: The server's name of the model; None for its only model.
+        timeout_s: Longest time in seconds without a byte of the answer.
 
     Raises:
-        ConfigError: ``server-url``; ``server-key``; ``server-model`` when none is named and the server has not just
-            one.
+        ConfigError: ``server-url``; ``server-key``; ``server-model`` if no model is given and the server has none or
+            several.
         EnvironmentFault: ``server-unreachable``, ``server-timeout``, ``server-refused``, ``server-answer``.
     """
 
     def __init__(self, url: str, model: str | None = None, *, timeout_s: float = 600.0) -> None:
         self.url, self._timeout_s = url.rstrip("/").removesuffix("/v1") + "/v1", timeout_s
-        if not re.fullmatch(r"https?://[!-~]+/v1", self.url):  # urllib opens files, too
-            raise ConfigError("server-url", f"{url!r} is no address of a server", hint="such as http://localhost:8000")
+        if not re.fullmatch(r"https?://[!-~]+/v1", self.url):  # urllib also opens files
+            raise ConfigError(
+                "server-url", f"{url!r}: expected the URL of a server", hint="such as http://localhost:8000"
+            )
         self._key = os.environ.get("OPENAI_API_KEY", "").strip()
-        if not re.fullmatch("[!-~]*", self._key):  # http.client would say so, and show the key
+        if not re.fullmatch("[!-~]*", self._key):  # the message of http.client would show the key
             raise ConfigError(
                 "server-key",
-                f"OPENAI_API_KEY, {len(self._key)} characters, has one that is no visible ASCII",
-                hint="set the one line that is the key, or unset it",
+                f"OPENAI_API_KEY ({len(self._key)} characters): expected visible ASCII characters only",
+                hint="set it to the key alone, in one line, or unset it",
             )
         self._opener = urllib.request.build_opener(_AsTheyCome)
         found = self._ask("models")
@@ -110,14 +112,14 @@ class Server:
 
         Args:
             prompt: Token ids.
-            max_tokens: Tokens at most.
+            max_tokens: Most tokens of the completion.
 
         Raises:
             PromptFault: ``prompt-refused``, ``other-prompt``, ``no-text``, ``unfinished``.
             EnvironmentFault: As the constructor.
         """
         body: dict[str, Any] = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens}
-        # a server's own defaults may hold a penalty, with which temperature 0 is not greedy
+        # a server's defaults may contain a penalty, with which temperature 0 is not greedy
         body |= {"temperature": 0, "repetition_penalty": 1.0, "return_token_ids": True, "skip_special_tokens": False}
         found = self._ask("completions", body | (_LLAMA_CPP if self._llama_cpp else {}))
         choices, usage = found.get("choices"), found.get("usage") or {}
@@ -136,7 +138,7 @@ class Server:
         return Answer(choice["text"], _ids(choice), usage.get("completion_tokens"), finish == "stop")
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object at a path; posts ``body`` if there is one."""
+        """Return the JSON object at a path; if there is a ``body``, post it."""
         where, headers = f"{self.url}/{path}", {"Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
@@ -147,13 +149,13 @@ class Server:
             if isinstance(getattr(error, "reason", error), TimeoutError):
                 hint, late = "look at the server's log; ask for fewer tokens", f"no answer within {self._timeout_s:g} s"
                 raise EnvironmentFault("server-timeout", f"{where}: {late}", hint=hint) from error
-            hint = "start the server, or mend the address"
+            hint = "start the server, or correct the address"
             raise EnvironmentFault("server-unreachable", f"{where}: {error}", hint=hint) from error
         shown = said.decode(errors="replace")[:_SHOWN]
         if body is not None and status in _BLAMES_THE_PROMPT:
             raise PromptFault("prompt-refused", f"HTTP {status}: {shown}")
         if status != 200:
-            hint = "401 and 403 want a key in OPENAI_API_KEY, 404 another address or --reference-model"
+            hint = "for 401 and 403 set OPENAI_API_KEY; for 404 correct the address or --reference-model"
             raise EnvironmentFault("server-refused", f"{where}: HTTP {status}: {shown}", hint=hint)
         try:
             found = json.loads(said)
@@ -165,12 +167,12 @@ class Server:
 
     def _strange(self, path: str, said: object) -> EnvironmentFault:
         message = f"{self.url}/{path}: expected OpenAI's JSON, got {str(said)[:_SHOWN]!r}"
-        return EnvironmentFault("server-answer", message, hint="name a server of vLLM, SGLang or llama.cpp")
+        return EnvironmentFault("server-answer", message, hint="use a server of vLLM, SGLang or llama.cpp")
 
 
-def is_text(said: str) -> bool:
-    """Tell whether a string is whole characters: JSON can name halves of them, which nothing prints or tokenizes."""
-    return not any("\ud800" <= character <= "\udfff" for character in said)
+def is_text(text: str) -> bool:
+    """Return whether a string has no lone surrogates: JSON can contain them, but nothing prints or tokenizes them."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _ids(choice: dict[str, Any]) -> list[Any] | None:
@@ -183,7 +185,7 @@ def _ids(choice: dict[str, Any]) -> list[Any] | None:
 
 
 class _AsTheyCome(urllib.request.HTTPErrorProcessor):
-    """Leaves every status to the caller. A redirect is one of them: the key would follow it to another host."""
+    """Returns answers of every status to the caller. Redirects are not followed: another host would get the key."""
 
     def http_response(self, request: urllib.request.Request, response: Any) -> Any:
         return response

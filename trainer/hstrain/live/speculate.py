@@ -1,16 +1,16 @@
 """Measure a drafter on real prompts: tokens per step, speed, and whether the text is still the target's.
 
-Every prompt is completed with the drafter and, greedily, without it; the two texts must be equal token for token. In
-float32 they are. In bf16 a pass over several rows rounds differently from a pass over a single row, and where the two
-most likely tokens are closer than that, the texts may differ. A faulty run cannot show how large its rounding may be.
-So at each such place the target reads the common text once more, in one pass with a fresh cache; logits that are
-further from that pass than the precision explains are a fault.
+Every prompt is completed with and without the drafter, and two greedy texts must be equal token for token. In float32
+they are. In bf16 a pass over several rows rounds differently from a pass over a single row, so the texts may differ
+where the two most likely tokens are closer than the rounding. The two runs alone cannot show whether rounding explains
+a difference. So at the first one, the target reads the common text once more, in one pass with a fresh cache; if the
+logits of a run differ from that pass by more than the precision explains, it is a fault.
 
-With a serving engine's texts as references, the drafter is also scored on these. Where our texts differ from them is
-reported, but does not count as a fault.
+With a serving engine's texts as references, the drafter is also scored on these. The places where our texts differ from
+them are reported, but are not faults.
 
-``tau`` is tokens per step, over all steps of all prompts: what a server would see. It equals the walk over a store's
-samples when these are the same texts.
+``tau`` is tokens per step, over all steps of all prompts, as a server would measure it. For the same texts it equals
+the walk over a store's samples.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from hstrain.score.walk import check_finite
 
 _HEAD_ROWS = 64
 _ROUNDING = {"bfloat16": 4 * 2.0**-7, "float32": 1e-3}
-"""Precision -> how much logits of one text may differ between passes: a share of the largest of them."""
+"""Precision -> largest difference of a text's logits between two passes, relative to the largest logit."""
 
 
 def speculate_prompts(
@@ -62,37 +62,35 @@ def speculate_prompts(
     plain: bool = True,
     reference: Server | None = None,
     dtype: Dtype = "auto",
-    attn_implementation: str = "sdpa",
     device: str | None = None,
     allow_fallback: bool = False,
 ) -> dict[str, Any]:
-    """Complete prompts with a drafter and without, and report how that went.
+    """Complete prompts with and without a drafter, and return figures and texts.
 
     Args:
         drafter: The drafter.
-        head: Of the store that it was fitted from.
+        head: Head of the store that it was fitted from.
         target: Checkpoint directory or hub id.
-        prompts: Files as ``hscache generate`` takes them.
-        sampling: How tokens are chosen; temperature 0 for greedy. The seed of a prompt follows from its place.
+        prompts: Files in the formats of ``hscache generate``.
+        sampling: How tokens are chosen; temperature 0 for greedy. Every prompt gets its own seed, from its place.
         tree_size: Nodes of a draft tree; None for a chain.
         raw: Continue texts as they are, without the chat template.
-        limit: First N prompts of each file.
-        plain: Decode without the drafter too.
-        reference: Serving engine whose greedy texts are scored too.
+        limit: Take only the first N prompts of each file.
+        plain: Also decode without the drafter.
+        reference: Serving engine whose greedy texts are also scored.
         dtype: Precision of the target; ``auto`` is bfloat16 where the device has it, else float32.
-        attn_implementation: Of the target, as transformers names it.
         device: Such as ``cuda:0``; None for CUDA if there is one.
-        allow_fallback: Decode on a GPU without the kernels that exist for the target, too.
+        allow_fallback: Allow torch references on a GPU although kernels exist.
 
     Returns:
-        JSON-plain: ``prompts`` (one entry each), ``rejected``, ``tau``, ``streaks`` (histogram), ``tokens_per_s``,
-        ``lossless``, ``kernels``, ``kernel_fallback``, ``reference`` (None without one), and what was asked for.
+        JSON-plain: ``prompts`` (an entry for each), ``rejected``, ``tau``, ``streaks`` (histogram), ``tokens_per_s``,
+        ``lossless``, ``kernels``, ``kernel_fallback``, ``reference`` (None without one), and the settings.
 
     Raises:
         ConfigError: ``taps-invalid``; ``reference-sampled`` for a reference with a temperature above 0.
         ConflictError: ``target-other``.
-        EnvironmentFault: ``kernel-fallback``, what else loading, kernels and rollback raise, ``not-finite``, and
-            ``server-...`` as the server does.
+        EnvironmentFault: ``kernel-fallback``, other errors of loading, kernels and rollback, ``not-finite``, and the
+            ``server-...`` errors of the reference.
         InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``.
     """
     if reference is not None and sampling.temperature > 0:
@@ -101,10 +99,7 @@ def speculate_prompts(
             f"temperature {sampling.temperature:g} with a reference, which is greedy text",
             hint="leave out --temperature or --reference",
         )
-    taps = drafter.config.taps
-    opened = open_target(
-        target, taps, dtype=dtype, attn_implementation=attn_implementation, device=device, allow_fallback=allow_fallback
-    )
+    opened = open_target(target, drafter.config.taps, dtype=dtype, device=device, allow_fallback=allow_fallback)
     with opened as (live, observation):
         check_same_target(live, drafter, head)
         tokenizer = load_tokenizer(live.directory)
@@ -116,26 +111,17 @@ def speculate_prompts(
         faults: list[dict[str, str]] = []
         if reference is not None:
             texts, faults = fetch_references(reference, live, tokenizer, ready, sampling.max_new_tokens)
-        # the first pass of everything is slower: kernels are chosen, compiled and tuned
+        # warm up: in their first pass, kernels are chosen, compiled and tuned
         for side in (draft, None)[: 2 if plain else 1]:
             decode(live, ready[0].ids, dataclasses.replace(sampling, max_new_tokens=3), side, tree_size)
-        progress, entries, greedy = Progress("speculate", len(ready), "prompts"), [], sampling.temperature <= 0
-        for place, prompt in enumerate(ready):
+        progress, entries = Progress("speculate", len(ready), "prompts"), []
+        for place, (prompt, text) in enumerate(zip(ready, texts, strict=True)):
             seeded = dataclasses.replace(sampling, seed=sampling.seed * 1_000_003 + place)
-            drafted = decode(live, prompt.ids, seeded, draft, tree_size)
-            peer = decode(live, prompt.ids, seeded) if plain else None
-            apart = None
-            if greedy and peer is not None:
-                apart = difference(drafted, peer, partial(_alone, live, prompt.ids), live.dtype)
-            entry = _entry(prompt, drafted, peer, apart, greedy=greedy)
-            if (text := texts[place]) is not None:
-                scored = score_reference(live, drafter, draft, prompt, text, peer or drafted, tree_size)
-                entry["reference"] = {**scored, "tau": _mean(scored["accepted"])}
-            entries.append(entry)
+            entries.append(_complete(live, draft, prompt, seeded, text, tree_size, plain=plain))
             progress.advance(1, f"tau {_tau(entries) or 0:.2f}")
         progress.close()
         if fallback := kernel_fallback(observation, live):
-            say(f"torch stood in for kernels on this GPU ({kernel_path(observation)}): no server is so slow")
+            say(f"torch replaced kernels on this GPU ({kernel_path(observation)}): a server would be faster")
         return {
             "target": target,
             "device": str(live.device),
@@ -153,7 +139,7 @@ def speculate_prompts(
 
 
 def check_same_target(live: LiveTarget, drafter: Drafter, head: TargetHead) -> None:
-    """Check that a loaded target is the one whose states and head the drafter knows.
+    """Check that a loaded target is the one that the drafter was trained for.
 
     Raises:
         ConflictError: ``target-other``.
@@ -164,7 +150,7 @@ def check_same_target(live: LiveTarget, drafter: Drafter, head: TargetHead) -> N
     there = (wanted.num_target_layers, wanted.hidden_size, wanted.vocab_size)
     if here != there:
         raise ConflictError(
-            "target-other", f"the target has (layers, width, vocabulary) {here}, the drafter's had {there}"
+            "target-other", f"(layers, width, vocabulary) of the target are {here}, of the drafter's target {there}"
         )
     lm_head: Any = live.loaded.head
     weights = (
@@ -179,28 +165,29 @@ def check_same_target(live: LiveTarget, drafter: Drafter, head: TargetHead) -> N
         if not torch.equal(*pair):
             raise ConflictError(
                 "target-other",
-                f"the target's {name} is not that of the store from which the drafter was fitted",
-                hint="give the checkpoint that hscache info names as the store's target",
+                f"the target's {name} differs from that of the store from which the drafter was fitted",
+                hint="give the checkpoint that hscache info shows as the store's target",
             )
 
 
 def difference(
     drafted: Decoded, peer: Decoded, alone: Callable[[list[int]], Tensor], dtype: str
 ) -> dict[str, Any] | None:
-    """Return where two greedy completions of one prompt part first, or None where they do not.
+    """Return the first difference of two greedy completions of one prompt, or None if they are equal.
 
     Args:
-        drafted: With a drafter.
-        peer: Without one.
-        alone: Gives the target's logits [V] after the prompt and these tokens, by a pass of their own.
+        drafted: Completion with a drafter.
+        peer: Completion without one.
+        alone: Returns the target's logits [V] after the prompt and the given tokens, from a pass over all of them.
         dtype: The target's precision.
 
     Returns:
         ``position`` in the completion; of both sides the ``token``, and the two most likely tokens with their logits;
-        ``gap``, the smaller distance between those two logits; ``noise``, how far a side is from ``alone`` at most: in
-        the logits of its two tokens, or by what its own token is less likely there than the best; ``limit``, what the
-        precision explains of it; ``kind``: ``unexplained`` where the noise is above the limit, which is a fault of
-        ours, else ``tie`` where one side has just these two tokens as its best, without a gap, else ``noise``.
+        ``gap``, the smaller distance between those two logits; ``noise``, the largest error of a side against
+        ``alone``: of the logits of its two tokens, or the amount by which ``alone`` gives its token a lower logit than
+        the best; ``limit``, the largest error that the precision explains; ``kind``: ``unexplained`` if the noise is
+        above the limit, which is a fault, else ``tie`` if on one side these two tokens are the best and have equal
+        logits, else ``noise``.
     """
     at = first_difference(drafted.ids, peer.ids)
     if at is None:
@@ -212,7 +199,7 @@ def difference(
     noise = max(_off(side, at, truth_V) for side in (drafted, peer))
     gap = min(logits[at][0] - logits[at][1] for logits in (drafted.top_logits, peer.top_logits))
     pair = {drafted.ids[at], peer.ids[at]}
-    # an equal pair of other tokens says nothing of these two
+    # a tie between other tokens does not explain this difference
     tied = any(s.top_logits[at][0] == s.top_logits[at][1] and set(s.top_ids[at]) == pair for s in (drafted, peer))
     kind = "unexplained" if noise > limit else "tie" if tied else "noise"
     sides = {
@@ -223,7 +210,7 @@ def difference(
 
 
 def _off(side: Decoded, at: int, truth_V: Tensor) -> float:
-    """Return how far a side's two best logits are from the truth at most, or its token from the truth's best."""
+    """Return the largest error of a side's two best logits, or the logit that its token lacks to the true best one."""
     there = truth_V[side.top_ids[at]]
     moved = (torch.tensor(side.top_logits[at]) - there).abs().max()
     return float(torch.maximum(moved, truth_V.max() - truth_V[side.ids[at]]))
@@ -259,7 +246,7 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def reference_summary(entries: Sequence[dict[str, Any]], server: Server) -> dict[str, Any]:
-    """Return the figures over all prompts that have a reference; ``tau_live`` is that of our own texts of the same."""
+    """Return the figures over all prompts that have a reference; ``tau_live`` is tau of our own texts for them."""
     with_one = [entry for entry in entries if entry["reference"] is not None]
     texts = [entry["reference"] for entry in with_one]
     histogram = _histogram(texts)
@@ -299,14 +286,14 @@ def print_speculation(found: dict[str, Any]) -> None:
                 f"{with_drafter:.1f} tokens/s, {without:.1f} without a drafter: {found['speedup']:.2f} times as fast",
             )
         )
-        # in tokens of plain decoding: what a step must yield to pay
+        # the costs in tokens of plain decoding: a step must yield more than this to save time
         parts = {part: seconds * without for part, seconds in found["step_s"].items()}
         shares = ", ".join(f"{part} {share:.2f}" for part, share in parts.items())
         pairs.append(("step", f"costs {sum(parts.values()):.2f} tokens without a drafter: {shares}"))
     if lossless["compared"]:
-        other = [f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind]]
-        apart = f"; parted: {', '.join(other)}" if other else ""
-        pairs.append(("lossless", f"{lossless['equal']} of {lossless['compared']} texts as without a drafter{apart}"))
+        kinds = [f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind]]
+        others = f"; differences: {', '.join(kinds)}" if kinds else ""
+        pairs.append(("lossless", f"{lossless['equal']} of {lossless['compared']} texts as without a drafter{others}"))
     if found["reference"]:
         pairs += _reference_facts(found["reference"])
     facts(f"{found['target']}: {found['dtype']} on {found['device']}, {shape}", pairs)
@@ -314,7 +301,7 @@ def print_speculation(found: dict[str, Any]) -> None:
         if entry.get("difference"):
             say(f"{entry['id']}: {entry['difference']}")
         if entry["reference"] and entry["reference"]["parts"]:
-            say(f"{entry['id']}: parts from the reference: {entry['reference']['parts']}")
+            say(f"{entry['id']}: differs from the reference: {entry['reference']['parts']}")
     for fault in (found["reference"] or {}).get("rejected", ()):
         say(f"{fault['id']}: no reference: {fault['reason']}: {fault['detail']}")
 
@@ -323,13 +310,13 @@ def _reference_facts(found: dict[str, Any]) -> list[tuple[str, object]]:
     tau, live = (f"{found[name]:.3f}" if found["steps"] else "none" for name in ("tau", "tau_live"))
     texts, tokens = found["prompts"], found["tokens"]
     count = f"{texts} ({len(found['rejected'])} without), {tokens:,} tokens of {found['model']} at {found['url']}"
-    unstable = f"; {found['unstable']} not as prompt and text are tokenized together" if found["unstable"] else ""
-    ids = ", ".join(f"{n} by {how}" for how, n in found["ids_from"].items() if n)
+    unstable = f"; {found['unstable']} differ if prompt and text are tokenized together" if found["unstable"] else ""
+    ids = ", ".join(f"{n} from the {how}" for how, n in found["ids_from"].items() if n)
     return [
         ("references", count),
         ("their tau", f"{tau} over {found['steps']:,} steps; {live} live on the same prompts"),
         ("their ids", ids + unstable),
-        ("their text", f"{found['equal']} of {texts} as the target's own greedy text here"),
+        ("their text", f"{found['equal']} of {texts} equal to the target's own greedy text here"),
     ]
 
 
@@ -343,6 +330,7 @@ def _ready(
     raw: bool,
     limit: int | None,
 ) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """Return the prompts that fit into the target with their completion, and the rejected rows."""
     rejected: list[dict[str, Any]] = []
 
     def reject(source: str, row: int, reason: str, detail: str) -> None:
@@ -352,7 +340,7 @@ def _ready(
     room = live.max_positions - sampling.max_new_tokens - draft.block_size
     for prompt in read_prompts(paths, tokenizer, reject, raw=raw, limit=limit):
         if not 0 < len(prompt.ids) <= room:
-            reject(prompt.source, prompt.row, "too-long", f"{len(prompt.ids)} prompt tokens, room for {room}")
+            reject(prompt.source, prompt.row, "too-long", f"{len(prompt.ids)} prompt tokens, expected at most {room}")
         else:
             ready.append(prompt)
     if not ready:
@@ -365,15 +353,27 @@ def _ready(
 
 
 def _alone(live: LiveTarget, prompt: list[int], ids: list[int]) -> Tensor:
-    """Return the logits [V] after a text that is read at once: nothing was drafted in it, nothing put back."""
+    """Return the logits [V] after a text that is read in one pass, without drafts and rollbacks."""
     logits_1V = live.prefill([*prompt, *ids]).logits
     check_finite("the target", logits_1V)
     return logits_1V[0]
 
 
-def _entry(
-    prompt: Prompt, drafted: Decoded, peer: Decoded | None, apart: dict[str, Any] | None, *, greedy: bool
+def _complete(
+    live: LiveTarget,
+    draft: Draft,
+    prompt: Prompt,
+    sampling: Sampling,
+    reference: Reference | None,
+    tree_size: int | None,
+    *,
+    plain: bool,
 ) -> dict[str, Any]:
+    """Complete a prompt with the drafter and, if ``plain``, without; return its entry of the report."""
+    drafted = decode(live, prompt.ids, sampling, draft, tree_size)
+    peer = decode(live, prompt.ids, sampling) if plain else None
+    compared = peer is not None and sampling.temperature <= 0
+    differing = difference(drafted, peer, partial(_alone, live, prompt.ids), live.dtype) if peer and compared else None
     entry: dict[str, Any] = {
         "id": prompt.sample_id,
         "tag": prompt.tag,
@@ -384,18 +384,21 @@ def _entry(
         "accepted": [step.accepted for step in drafted.steps],
         "streaks": [step.streak for step in drafted.steps],
         "tau": _mean(step.accepted for step in drafted.steps),
-        "lossless": apart is None if peer is not None and greedy else None,
-        "difference": apart,
+        "lossless": differing is None if compared else None,
+        "difference": differing,
         "reference": None,
     }
     for name, side in (("drafted", drafted), ("plain", peer)):
         entry[name] = side and {"tokens": len(side.ids), "prefill_s": side.prefill_s, "decode_s": side.decode_s}
     entry["drafted"]["step_s"] = drafted.step_s
+    if reference is not None:
+        scored = score_reference(live, draft, prompt, reference, peer or drafted, tree_size)
+        entry["reference"] = {**scored, "tau": _mean(scored["accepted"])}
     return entry
 
 
 def _speed(entries: Sequence[dict[str, Any]], side: str) -> float | None:
-    """Return tokens per second after the first token of each prompt."""
+    """Return tokens per second, without the first token of each prompt."""
     times = [entry[side] for entry in entries if entry[side] is not None and entry[side]["tokens"] > 1]
     seconds = sum(time["decode_s"] for time in times)
     return sum(time["tokens"] - 1 for time in times) / seconds if seconds else None

@@ -1,20 +1,22 @@
-"""The target while it decodes: it reads a prompt, verifies drafts, and rolls back rejected tokens.
+"""The live target: it reads a prompt, verifies drafts, and rolls back rejected tokens.
 
 This is the only module of the trainer that opens the target; fitting and evaluating need only the store.
 
-A draft of n rows (the anchor and what was drafted after it, as a chain or as a tree) goes through the target in one
-forward pass, and then only the accepted rows may stay in its cache. What that takes depends on what a layer keeps:
+A draft of n rows (the anchor and the tokens drafted after it, as a chain or a tree) goes through the target in one
+forward pass. Then only the accepted rows may stay in its cache. How the others are removed depends on what a layer
+keeps:
 
-- keys and values: other rows are dropped. Of a tree, every row sees its ancestors alone, by a mask; targets whose
-  layers cannot all be masked so (recurrent or sliding ones) get one batch row per root-to-leaf path.
-- keys and values of a sliding window: transformers keeps what falls out of the window until the kept length is given.
-- a recurrent state and the last inputs of a convolution (gated DeltaNet, Mamba): no past can be read from them, and
-  transformers cannot crop them. They are copied before the draft and put back after it, and the layer's token mixer
-  alone runs again on the accepted rows. Its inputs were recorded during the draft: those of an accepted row depend on
-  accepted rows only, so attention, feed-forward and the other layers need not run again.
+- keys and values: the other rows are dropped. In a tree, a mask lets every row see its ancestors only; a target with
+  layers that cannot be masked like this (recurrent or sliding ones) gets one batch row per root-to-leaf path.
+- keys and values of a sliding window: transformers keeps those that leave the window until the kept length is given.
+- a recurrent state and the last inputs of a convolution (gated DeltaNet, Mamba): earlier states cannot be computed from
+  them, and transformers cannot crop them. They are copied before the draft and restored after it, and only the layer's
+  token mixer runs again on the accepted rows, with inputs recorded during the draft. The inputs of an accepted row
+  depend on accepted rows only, so attention, feed-forward and the other layers need not run again.
 
-After that the cache is that of a target which never saw the rejected rows, up to the rounding of another split into
-calls: in float32 within 1e-6 of a fresh prefill of the accepted text (``tests/test_live_target.py``).
+The cache is then that of a target which never saw the rejected rows, except for rounding, since the text is split into
+other calls: in float32 it is within 1e-6 of a fresh prefill of the accepted text
+(``tests/hstrain/live/test_live_target.py``).
 
 Shapes: T tokens, n rows of a draft, P paths, W tokens of the longest path, L taps, H width, V vocabulary.
 """
@@ -53,10 +55,10 @@ _LINEAR_STATES = ("conv_states", "recurrent_states")
 
 @dataclass(frozen=True)
 class Rows:
-    """What the target says about rows that it was given.
+    """The target's output for the rows that it was given.
 
     Attributes:
-        logits: float32 [n, V]; row r is the distribution of the token after row r. Of a prompt, the last row only.
+        logits: float32 [n, V]; row r is the distribution of the token after row r. For a prompt, the last row only.
         states: [n, L, H] outputs of the tapped blocks, in the target's precision.
     """
 
@@ -66,15 +68,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A draft that was judged and waits for what is accepted of it."""
+    """A draft that was verified and of which no rows have been accepted yet."""
 
     paths: list[list[int]]
     """Rows of each path, from the anchor; one path for a chain and for a masked tree."""
     masked: bool
     linear: dict[int, dict[str, Any]]
-    """Copies of the recurrent layers' states, from before the draft."""
+    """Copies of the recurrent layers' states from before the draft."""
     inputs: dict[int, tuple[Tensor, dict[str, Any]]]
-    """What the recurrent layers' mixers were given: [P, W, H] and the other arguments."""
+    """Inputs of the recurrent layers' mixers: [P, W, H] and the other arguments."""
 
 
 class LiveTarget:
@@ -112,7 +114,7 @@ class LiveTarget:
         self._draft: _Draft | None = None
 
     def prefill(self, ids: Sequence[int]) -> Rows:
-        """Begin a text anew and return the last row's logits and the states of all, [T, L, H]."""
+        """Start a new text; return the logits of its last row and the states of all rows, [T, L, H]."""
         self.cache, self.length, self._draft = None, 0, None
         rows = self.append(ids)
         for layer in self.cache.layers:
@@ -121,14 +123,14 @@ class LiveTarget:
         return rows
 
     def append(self, ids: Sequence[int]) -> Rows:
-        """Read tokens that are certain; logits of the last one only."""
+        """Read tokens that are certain; return the states of all and the logits of the last one."""
         final_WH, states = self._forward(torch.tensor([list(ids)], device=self.device))
         self._settle(0)
         self.length += len(ids)
         return Rows(self._logits(final_WH[0, -1:]), states[0])
 
     def verify(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> Rows:
-        """Judge a draft; :meth:`accept` must follow before anything else.
+        """Run a draft through the target; :meth:`accept` must be called next.
 
         Args:
             tokens: Token ids, the anchor first.
@@ -138,9 +140,9 @@ class LiveTarget:
             One row per token.
 
         Raises:
-            EnvironmentFault: ``target-rollback`` when a layer's state could not be put back.
+            EnvironmentFault: ``target-rollback`` when a layer's state cannot be rolled back.
         """
-        assert self._draft is None, "a draft is accepted, if only its anchor, before the next one"
+        assert self._draft is None, "accept the last draft, or at least its anchor, before the next one"
         chain = parents is None or list(parents) == list(range(-1, len(tokens) - 1))
         masked = not chain and self._all_maskable()
         paths = [list(range(len(tokens)))] if chain or masked else _paths(parents or [])
@@ -156,10 +158,10 @@ class LiveTarget:
         return Rows(self._logits(final), states)
 
     def accept(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the draft, from the anchor downwards, and forget the others."""
+        """Keep these rows of the draft, a path from the anchor down, and drop the others."""
         draft, rows = self._draft, list(rows)
         assert draft is not None
-        assert rows[:1] == [0], "the anchor is always kept: it was known"
+        assert rows[:1] == [0], "the anchor is a known token and always kept"
         self._draft = None
         if draft.masked:
             keep = torch.tensor([*range(self.length), *(self.length + r for r in rows)], device=self.device)
@@ -189,18 +191,18 @@ class LiveTarget:
         """Drop the last tokens from layers that keep keys and values."""
         for layer in self.cache.layers:
             if _is_sliding(layer):
-                # with nothing to drop too: it cuts the layer back to its window
+                # also when nothing is dropped: it cuts the layer back to its window
                 if layer.record_past:
                     layer.crop(-drop)
             elif drop and getattr(layer, "keys", None) is not None:
                 layer.keys, layer.values = layer.keys[..., :-drop, :], layer.values[..., :-drop, :]
 
     def _by_path(self, tokens: Sequence[int], paths: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Run each path as a row of a batch and return the final states [n, H] and tapped states of the rows."""
+        """Run each path as a batch row; return final states [n, H] and tapped states [n, L, H] of the draft's rows."""
         width = max(map(len, paths))
         if len(paths) > 1:
             self.cache.reorder_cache(torch.zeros(len(paths), dtype=torch.long, device=self.device))
-        # what is right of a path's end is seen by nothing that is kept
+        # a short path is padded at its end, which no kept row sees
         ids_PW = [[tokens[row] for row in path] + [tokens[0]] * (width - len(path)) for path in paths]
         final_PWH, states = self._forward(torch.tensor(ids_PW, device=self.device))
         place = {row: p * width + w for p, path in enumerate(paths) for w, row in enumerate(path)}
@@ -238,7 +240,7 @@ class LiveTarget:
                 sees[row] |= sees[parent]
                 depth[row] = depth[parent] + 1
         whole = torch.cat((torch.ones(n, self.length, dtype=torch.bool), sees), 1).to(self.device)
-        # added to the scores, which every implementation that takes a mask understands
+        # a mask that is added to the scores: every implementation that takes a mask accepts it
         mask = torch.zeros(whole.shape, dtype=self.loaded.dtype, device=self.device)
         mask.masked_fill_(~whole, torch.finfo(self.loaded.dtype).min)
         return {"attention_mask": mask[None, None], "position_ids": (self.length + depth).to(self.device)[None]}
@@ -257,12 +259,12 @@ class LiveTarget:
                 raise EnvironmentFault(
                     "target-rollback",
                     f"layer {index} of {type(self.loaded.model).__name__} keeps a {type(layer).__name__}, which cannot "
-                    "be put back after a rejected draft",
+                    "be rolled back after a rejected draft",
                 )
 
     @contextmanager
     def _recording(self, layers: dict[int, Any], into: dict[int, tuple[Tensor, dict[str, Any]]]) -> Iterator[None]:
-        """Keep what the mixers of these layers are given."""
+        """Record the inputs of these layers' mixers."""
 
         def record(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
@@ -291,19 +293,19 @@ def open_target(
     device: str | None = None,
     allow_fallback: bool = False,
 ) -> Iterator[tuple[LiveTarget, KernelObservation]]:
-    """Load a target and decode with it inside the block, its kernels guarded and counted as in a build.
+    """Load a target to decode with; its kernels are guarded and counted as in a build.
 
     Args:
         path: Checkpoint directory or hub id.
         taps: 0-based decoder blocks whose outputs the drafter reads.
         dtype: Precision; ``auto`` is bfloat16 where the device has it, else float32.
-        attn_implementation: As transformers names it. Trees are masked with ``sdpa`` and ``eager`` alone.
+        attn_implementation: Its name in transformers. Trees are masked only with ``sdpa`` and ``eager``.
         device: Such as ``cuda:0``; None for CUDA if there is one.
-        allow_fallback: Run torch references on a GPU where kernels exist.
+        allow_fallback: Allow torch references on a GPU although kernels exist.
 
     Raises:
         ConfigError: ``taps-invalid``.
-        EnvironmentFault: ``kernel-fallback``, and what else loading and kernels raise.
+        EnvironmentFault: ``kernel-fallback``, and other errors of loading and kernels.
     """
     spec = TargetSpec(path=path, dtype=dtype, attn_implementation=attn_implementation)
     directory = resolve_path(spec, download=True)
@@ -317,10 +319,10 @@ def open_target(
 
 
 def target_shape(path: str) -> TargetShape:
-    """Return layers, width and vocabulary of a target from its config, no weights loaded.
+    """Return layers, width and vocabulary of a target from its config, without loading weights.
 
     Args:
-        path: Checkpoint directory or hub id, which is fetched.
+        path: Checkpoint directory, or hub id, which is downloaded.
 
     Raises:
         EnvironmentFault: ``target-missing``, ``target-config``.
@@ -330,13 +332,13 @@ def target_shape(path: str) -> TargetShape:
 
 
 def file_facts(directory: Path) -> dict[str, Any]:
-    """Return digests of a checkpoint's weights and tokenizer files, as a store's manifest has them."""
+    """Return digests of a checkpoint's weights and tokenizer files, as in a store's manifest."""
     digests = file_digests(directory, fast=False)
     return {"weights": digests["weights"], "tokenizer": digests["tokenizer"]}
 
 
 def kernel_path(observation: KernelObservation) -> str:
-    """Return in a line which kernels ran."""
+    """Return a line that says which kernels ran."""
     return str(describe_path(observation.records()))
 
 
@@ -346,7 +348,7 @@ def kernel_fallback(observation: KernelObservation, live: LiveTarget) -> bool:
 
 
 def _mixers(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the token mixer of each recurrent layer: what owns its optional kernels and takes a cache."""
+    """Return the token mixer of each recurrent layer: the module that owns its optional kernels and takes a cache."""
     found = {}
     for site in find_sites(model):
         takes = inspect.signature(site.module.forward).parameters
@@ -364,12 +366,12 @@ def _is_sliding(layer: Any) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Tell whether a layer keeps nothing, or keys and values of every token."""
+    """Return whether a layer keeps nothing, or the keys and values of every token."""
     return type(layer).__name__ in ("DynamicLayer", "DummyLayer")
 
 
 def _copy_states(layer: Any) -> dict[str, Any]:
-    """Return copies of a recurrent layer's states, which transformers overwrites in place."""
+    """Return copies of a recurrent layer's states, since transformers overwrites them in place."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,16 +1,16 @@
-"""Checkpoints of a run: whole or absent, without pickle, and enough to go on bit by bit.
+"""Checkpoints of a run: complete or absent, without pickle, and sufficient to continue bit by bit.
 
 ::
 
     RUN/checkpoints/step-000500/
       drafter.safetensors       float32 weights, named as the serving engines name them
-      drafter.json              shape of the drafter, provenance
+      drafter.json              shape of the drafter and provenance
       optimizer.safetensors     moments by parameter name
-      state.json                step and counters, digests of the other files, and one of itself
+      state.json                step and counters, digests of the other files and of itself
 
-A checkpoint is written beside its place, synced and renamed. Order, anchors and noise are functions of the seed and
-the step, so no random state is kept. Tensors go to their file, and come back from it, without a second copy of them in
-memory: a checkpoint is three times as large as the weights that it is made of.
+A checkpoint is written to a staging folder, synced and renamed. Order, anchors and noise are functions of the seed and
+the step, so no random state is kept. Tensors are written and read without a second copy in memory: a checkpoint is
+three times as large as the weights.
 """
 
 from __future__ import annotations
@@ -40,13 +40,11 @@ _READ_BYTES = 1 << 24
 
 
 def store_facts(store: Store) -> dict[str, Any]:
-    """Return what a run records of its store: enough to tell later what a drafter was trained on."""
+    """Return what a run records of its store, so that a reader can see later what a drafter was trained on."""
     shard = read_shard(StorePaths(store.path).shard(0))
-    manifest, target = (
-        store.manifest["manifest"],
-        json.loads((StorePaths(store.path).target / "target.json").read_bytes()),
-    )
-    # left out where it changes nothing: runs begun before it was known go on
+    manifest = store.manifest["manifest"]
+    target = json.loads((StorePaths(store.path).target / "target.json").read_bytes())
+    # left out if it changes nothing, so that runs from before this field existed can continue
     scale = target.get("embed_scale") or 1.0
     return {
         **({} if scale == 1.0 else {"embed_scale": scale}),
@@ -65,11 +63,7 @@ def store_facts(store: Store) -> dict[str, Any]:
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """Return a digest of names, types and values; the same for a drafter in whatever files it lies.
-
-    Args:
-        weights: On the CPU.
-    """
+    """Return a digest of the names, types and values of weights on the CPU; it does not depend on their files."""
     digest = xxhash.xxh3_128()
     for name in sorted(weights):
         tensor = weights[name].detach().contiguous()
@@ -87,14 +81,14 @@ def save_checkpoint(
     optimizer: dict[str, Tensor],
     state: dict[str, Any],
 ) -> Path:
-    """Write a checkpoint; one that exists for the step is kept as it is.
+    """Write a checkpoint, unless the step has one.
 
     Args:
         paths: The run.
-        step: Steps done.
-        weights: State of the drafter, on the CPU, contiguous.
-        config: Its shape.
-        provenance: JSON-plain; goes into ``drafter.json``.
+        step: Number of steps done.
+        weights: Weights of the drafter by name, on the CPU, contiguous.
+        config: Shape of the drafter.
+        provenance: JSON-plain; written to ``drafter.json``.
         optimizer: Tensors by "name of parameter/name of moment".
         state: JSON-plain counters.
 
@@ -128,7 +122,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
         tensors: On the CPU, contiguous; they are not copied.
 
     Raises:
-        OSError: As the file system gave it.
+        OSError: The file system's error.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -138,17 +132,17 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     try:
         save_file(tensors, path)
     except SafetensorError as error:
-        if (reason := re.search(r"os error (\d+)", str(error))) is None:  # its text is all that it keeps of it
+        if (reason := re.search(r"os error (\d+)", str(error))) is None:  # the number is only in the text
             raise
         raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from error
     with open(path, "rb") as file:
-        os.fchmod(file.fileno(), mode)  # safetensors lets nobody else read its files, other users' evaluations included
+        os.fchmod(file.fileno(), mode)  # safetensors makes files that other users cannot read
         os.fsync(file.fileno())
     return _digest(path)
 
 
 def newest_checkpoint(paths: RunPaths) -> tuple[int, str] | None:
-    """Return step and digest of a run's newest checkpoint; None for a run without one.
+    """Return step and digest of a run's newest checkpoint; None if the run has no checkpoint.
 
     Raises:
         IntegrityError: ``checkpoint-damaged``.
@@ -158,7 +152,7 @@ def newest_checkpoint(paths: RunPaths) -> tuple[int, str] | None:
 
 
 def state_digest(folder: Path) -> str:
-    """Return the digest that a checkpoint gives of itself: of its counters and of the digests of its files.
+    """Return a checkpoint's own digest, which covers its counters and the digests of its files.
 
     Raises:
         IntegrityError: ``checkpoint-damaged``.
@@ -168,9 +162,9 @@ def state_digest(folder: Path) -> str:
 
 
 def load_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Return weights, optimizer tensors and counters of a checkpoint, compared with their digests.
+    """Return weights, optimizer tensors and counters of a checkpoint after comparing them with their digests.
 
-    The tensors lie in the mapped files: copy one to keep it.
+    The tensors are views of the mapped files: copy those that you keep.
 
     Raises:
         IntegrityError: ``checkpoint-damaged``.
@@ -183,22 +177,22 @@ def load_drafter(path: Path) -> tuple[Drafter, dict[str, Any]]:
     """Load a trained drafter in float32.
 
     Args:
-        path: A checkpoint's folder; or a run's, for its best checkpoint, or its last when none was validated.
+        path: Folder of a checkpoint, or of a run: then its best checkpoint, or the last one if none was validated.
 
     Returns:
-        The drafter, and ``drafter.json``.
+        The drafter, and the content of ``drafter.json`` with the ``path`` of the checkpoint.
 
     Raises:
         InputError: ``not-a-checkpoint``.
         IntegrityError: ``checkpoint-damaged``.
     """
     folder = _resolve(path)
-    _checked(folder, (_WEIGHTS, _SHAPE))  # without the moments, which are twice as large
+    _checked(folder, (_WEIGHTS, _SHAPE))  # not the moments, which are twice as large
     try:
         facts = json.loads((folder / _SHAPE).read_bytes())
         with torch.device("meta"):
             drafter = Drafter(_config(facts["drafter"]))
-        # copied out of the mapped file, which a run that goes on may remove
+        # copied out of the mapped file: a run that is still training may remove the checkpoint
         weights = {name: tensor.clone() for name, tensor in _tensors(folder, _WEIGHTS).items()}
         drafter.load_state_dict(weights, assign=True)
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -207,7 +201,7 @@ def load_drafter(path: Path) -> tuple[Drafter, dict[str, Any]]:
 
 
 def _checked(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Return the counters of a checkpoint whose files have been compared with their digests."""
+    """Compare files of a checkpoint with their digests and return its counters."""
     state, _, wanted = _read_state(folder)
     for name in names:
         try:
@@ -220,7 +214,7 @@ def _checked(folder: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """Return counters, the digest over them and those of the files, from a ``state.json`` that has its own digest."""
+    """Return from ``state.json`` the counters, its own digest, and the digests of the files."""
     try:
         state = json.loads((folder / _STATE).read_bytes())
         digest, files = state.pop("digest"), dict(state["files"])
@@ -232,7 +226,7 @@ def _read_state(folder: Path) -> tuple[dict[str, Any], str, dict[str, str]]:
 
 
 def _digest(path: Path) -> str:
-    """Return the digest of a file that need not fit into memory."""
+    """Return the digest of a file, read in parts."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while part := file.read(_READ_BYTES):
@@ -259,7 +253,7 @@ def _resolve(path: Path) -> Path:
     steps = run.steps()
     if not steps:
         raise InputError(
-            "not-a-checkpoint", f"{path}: neither a checkpoint nor a run with one", hint="hstrain fit writes them"
+            "not-a-checkpoint", f"{path}: neither a checkpoint nor a run that has one", hint="hstrain fit writes them"
         )
     best = read_best(run)
     return run.checkpoint(best[0] if best is not None and best[0] in steps else steps[-1])
@@ -269,5 +263,5 @@ def _damaged(folder: Path, what: str) -> IntegrityError:
     return IntegrityError(
         "checkpoint-damaged",
         f"{folder}: {what}",
-        hint="remove this checkpoint; the newest one that its run still has is used then",
+        hint="remove this checkpoint; the run then continues from the newest one that is left",
     )

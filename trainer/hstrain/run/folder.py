@@ -1,13 +1,14 @@
-"""The folder of a training run: what lies in it, who may write there, and its records.
+"""The folder of a training run: its files, the lock that protects it, and its records.
 
 ::
 
     RUN/
-      manifest.json               the resolved training manifest, its store and what it began from; never changed
-      metrics.jsonl               one line a logged step or validation
+      manifest.json               the resolved training manifest, its store and its starting drafter; never changed
+      metrics.jsonl               one line per logged step or validation
       skipped.jsonl               samples that could not be read, if any
       best.json                   the checkpoint with the best validation tau
-      lock                        held while a session trains, and who holds it
+      lock                        locked while a session trains; names the process that holds it
+      staging/                    unfinished files
       checkpoints/step-000500/    see checkpoint.py
 """
 
@@ -18,78 +19,52 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hscache.errors import ConflictError, IntegrityError
 from hscache.store.durable import Staging, disk_errors, replace_file
 from hscache.store.layout import canonical_json
 
+T = TypeVar("T")
+_PUT_BACK = "put it back, or choose another --out"
 
-@dataclass(frozen=True)
+
 class RunPaths:
-    """Where the parts of a run lie."""
+    """Where the parts of a run are; the module's text says what each of them holds.
 
-    root: Path
+    Args:
+        root: The run's folder.
+    """
 
-    @property
-    def manifest(self) -> Path:
-        """Resolved manifest and store."""
-        return self.root / "manifest.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a line."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def skipped(self) -> Path:
-        """Samples that could not be read."""
-        return self.root / "skipped.jsonl"
-
-    @property
-    def best(self) -> Path:
-        """Names the best checkpoint."""
-        return self.root / "best.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """All checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def staging(self) -> Path:
-        """Work in progress."""
-        return self.root / "staging"
-
-    @property
-    def lock(self) -> Path:
-        """Locked while a session trains."""
-        return self.root / "lock"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.manifest, self.best = root / "manifest.json", root / "best.json"
+        self.metrics, self.skipped = root / "metrics.jsonl", root / "skipped.jsonl"
+        self.checkpoints, self.staging, self.lock = root / "checkpoints", root / "staging", root / "lock"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, ascending; a copy under another name does not count."""
+        """Return the steps that have a checkpoint, ascending; copies under other names do not count."""
         numbers = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         steps = {int(number) for number in numbers if number.isdecimal()}
         return sorted(step for step in steps if self.checkpoint(step).is_dir())
 
     def checkpoint(self, step: int) -> Path:
-        """Folder of a step's checkpoint."""
+        """Return the folder of a step's checkpoint."""
         return self.checkpoints / f"step-{step:06d}"
 
 
 @contextmanager
 def hold_run(paths: RunPaths) -> Iterator[None]:
-    """Keep other sessions out of a run; the kernel lets go of it with the process, kill -9 included.
+    """Lock a run against other sessions; the lock ends with the process, even after kill -9.
 
     Args:
-        paths: The run; its directory is made, and goes again unless a run was begun in it.
+        paths: The run; its directory is made, and removed again if no run was started in it.
 
     Raises:
-        ConflictError: ``run-in-use``, naming the process that holds it.
+        ConflictError: ``run-in-use``, naming the process that holds the lock.
         EnvironmentFault: ``disk-full``, ``disk-error``.
     """
     with disk_errors(paths.root):
@@ -105,14 +80,14 @@ def hold_run(paths: RunPaths) -> Iterator[None]:
                     "run-in-use",
                     f"{paths.root}: {os.pread(fd, 256, 0).decode(errors='replace').strip() or 'another process'} "
                     "trains here",
-                    hint="wait for it or stop it, or take another --out",
+                    hint="wait for it, stop it, or choose another --out",
                 ) from None
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         try:
             yield
         finally:
-            if not paths.manifest.exists():  # refused before it was begun: remove what was made
+            if not paths.manifest.exists():  # the run was refused before it started
                 paths.lock.unlink(missing_ok=True)
                 with suppress(OSError):
                     paths.root.rmdir() if made else None
@@ -121,20 +96,20 @@ def hold_run(paths: RunPaths) -> Iterator[None]:
 
 
 def claim_run(paths: RunPaths, document: dict[str, Any]) -> dict[str, Any]:
-    """Begin a run, or take up one that was begun with the same manifest, store and start.
+    """Record a new run, or check that an existing one was started with the same manifest, store and starting drafter.
 
     Args:
         paths: The run.
-        document: JSON-plain; ``manifest``, ``store``, and ``start`` unless a checkpoint has made that history; and
-            ``hscache``, the version that began it, which another one may take up.
+        document: JSON-plain: ``manifest``, ``store``, ``hscache`` (the version, which may change), and ``start``,
+            which is left out once the run has a checkpoint.
 
     Returns:
-        The document on record.
+        The recorded document.
 
     Raises:
         ConflictError: ``run-other-manifest``, naming the fields that differ.
         EnvironmentFault: ``disk-full``, ``disk-error``.
-        IntegrityError: ``checkpoint-damaged`` for a record that is not valid.
+        IntegrityError: ``checkpoint-damaged`` if the record is not valid.
     """
     with disk_errors(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
@@ -143,31 +118,27 @@ def claim_run(paths: RunPaths, document: dict[str, Any]) -> dict[str, Any]:
             with Staging(paths.staging) as staging:
                 replace_file(paths.manifest, text, staging.path)
             return document
-    before = _record(paths.manifest, "put it back, or take another --out")
+    before = _record(paths.manifest, _PUT_BACK, dict[str, Any])
     now = {"start": before.get("start"), **json.loads(text), "hscache": before.get("hscache")}
     differing = list(_differences(before, now))
     if differing:
         raise ConflictError(
             "run-other-manifest",
-            f"{paths.root}: this run was begun otherwise: {'; '.join(differing[:5])}",
-            hint="take another --out, or the old manifest, store and start",
+            f"{paths.root}: this run was started with other settings: {'; '.join(differing[:5])}",
+            hint="choose another --out, or use the old manifest, store and start",
         )
     return before
 
 
 def recorded_precision(paths: RunPaths) -> str | None:
-    """Return ``run.precision`` of a run that was begun, None before.
+    """Return the recorded ``run.precision`` of a run, None if the run has not been started.
 
     Raises:
-        IntegrityError: ``checkpoint-damaged`` for a record that is not valid.
+        IntegrityError: ``checkpoint-damaged`` if the record is not valid.
     """
     if not paths.manifest.exists():
         return None
-    hint = "put it back, or take another --out"
-    try:
-        return str(_record(paths.manifest, hint)["manifest"]["run"]["precision"])
-    except (KeyError, TypeError) as error:
-        raise IntegrityError("checkpoint-damaged", f"{paths.manifest}: {error!r}", hint=hint) from error
+    return _record(paths.manifest, _PUT_BACK, lambda record: str(record["manifest"]["run"]["precision"]))
 
 
 def keep_best(paths: RunPaths, step: int, tau: float) -> bool:
@@ -175,12 +146,12 @@ def keep_best(paths: RunPaths, step: int, tau: float) -> bool:
 
     Args:
         paths: The run.
-        step: Its step, which has a checkpoint.
+        step: Step of the validation, which has a checkpoint.
         tau: Validation tau.
 
     Raises:
         EnvironmentFault: ``disk-full``, ``disk-error``.
-        IntegrityError: ``checkpoint-damaged`` for a ``best.json`` that says nothing.
+        IntegrityError: ``checkpoint-damaged`` if ``best.json`` is not valid.
     """
     best = read_best(paths)
     if best is not None and best[1] >= tau:
@@ -191,7 +162,7 @@ def keep_best(paths: RunPaths, step: int, tau: float) -> bool:
 
 
 def drop_old(paths: RunPaths, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints and the best one, which has to be on record by now.
+    """Remove all checkpoints except the newest ``keep`` and the best one, which must have been recorded before.
 
     Raises:
         EnvironmentFault: ``disk-error``.
@@ -205,15 +176,15 @@ def drop_old(paths: RunPaths, keep: int) -> None:
 
 
 def forget_after(paths: RunPaths, path: Path, step: int) -> None:
-    """Drop the lines of a JSONL file that come after a step: they will be written again.
+    """Remove the lines of a JSONL file that belong to later steps, which will be written again.
 
     Args:
         paths: The run.
-        path: The file; it is left alone unless a line must go, and replaced as a whole then.
-        step: The last one that stays.
+        path: The file; it is replaced as a whole, and only if a line must be removed.
+        step: The last step whose lines are kept.
 
     Raises:
-        EnvironmentFault: ``disk-full``, ``disk-error``; the file is then as it was.
+        EnvironmentFault: ``disk-full``, ``disk-error``; the file is then unchanged.
         IntegrityError: ``checkpoint-damaged``.
     """
     if not path.exists():
@@ -225,22 +196,22 @@ def forget_after(paths: RunPaths, path: Path, step: int) -> None:
 
 
 def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return the lines of ``metrics.jsonl`` or ``skipped.jsonl``: bytes with their end, and what they say.
+    """Return the lines of ``metrics.jsonl`` or ``skipped.jsonl``: the bytes of each, and its record.
 
-    A last line that is not finished, as a kill or a run that goes on may leave it, is left out.
+    An unfinished last line, which a killed or running process may leave, is left out.
 
     Raises:
-        IntegrityError: ``checkpoint-damaged`` for a line that is not a valid record.
+        IntegrityError: ``checkpoint-damaged`` if a line is not a valid record.
     """
     found = []
-    # at line feeds alone: text may hold other characters that str.splitlines takes for a line's end
+    # not str.splitlines, which also splits at other characters, and text may contain them
     for n, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             record = json.loads(line)
             int(record["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise IntegrityError(
-                "checkpoint-damaged", f"{path}: line {n} is no record of a step: {error}", hint="remove that line"
+                "checkpoint-damaged", f"{path}: line {n} is not the record of a step: {error}", hint="remove that line"
             ) from error
         found.append((line + b"\n", record))
     return found
@@ -257,30 +228,26 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_best(paths: RunPaths) -> tuple[int, float] | None:
-    """Return step and tau of the best checkpoint on record, or None.
+    """Return step and tau of the best recorded checkpoint, or None.
 
     Raises:
         IntegrityError: ``checkpoint-damaged``.
     """
     if not paths.best.exists():
         return None
-    hint = "remove it: the newest checkpoint is taken for the best one until a validation is better"
-    best = _record(paths.best, hint)
-    try:
-        return int(best["step"]), float(best["tau"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise IntegrityError("checkpoint-damaged", f"{paths.best}: {error!r}", hint=hint) from error
+    hint = "remove it: until the next validation, the newest checkpoint counts as the best one"
+    return _record(paths.best, hint, lambda best: (int(best["step"]), float(best["tau"])))
 
 
-def _record(path: Path, hint: str) -> dict[str, Any]:
-    """Return a JSON object that a run keeps about itself."""
+def _record(path: Path, hint: str, read: Callable[[dict[str, Any]], T]) -> T:
+    """Return what ``read`` finds in a JSON object that a run keeps about itself."""
     try:
         record = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise IntegrityError("checkpoint-damaged", f"{path}: {error}", hint=hint) from error
-    if not isinstance(record, dict):
-        raise IntegrityError("checkpoint-damaged", f"{path}: not a record of a run", hint=hint)
-    return record
+        if not isinstance(record, dict):
+            raise TypeError("expected a JSON object")
+        return read(record)
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError("checkpoint-damaged", f"{path}: not a record of a run: {error!r}", hint=hint) from error
 
 
 def _differences(before: Any, now: Any, where: str = "") -> Iterable[str]:

@@ -1,14 +1,15 @@
 """Best-first draft trees over the marginals of a block (DDTree, arXiv 2604.12989).
 
 A drafter that fills a block in one pass gives one distribution per slot, q_1 ... q_{B-1}, so that the continuation
-t_1 ... t_d has the score ``sum over k of log q_k(t_k)``. A tree of N nodes is best when it holds the N continuations
-of the highest score: a node is never better than its parent, so those N are closed under taking prefixes, and a heap
-finds them in order. Pop the best, make it a node, push its next sibling (the next most likely token of its slot) and
-its first child (the most likely token of the next slot). N is not the root, which is the anchor and known.
+t_1 ... t_d has the score ``sum over k of log q_k(t_k)``. The best tree of N nodes holds the N continuations of the
+highest score. A node is never better than its parent, so every prefix of these is one of them, and a heap finds them in
+order: pop the best, make it a node, push its next sibling (the next most likely token of its slot) and its first child
+(the most likely token of the next slot). The root, which is the known anchor, does not count.
 
-Nodes are made in the order of their score, so the tree of n < N nodes is the first n of these: one tree of 64 answers
-for 8, 16 and 32 too. A node of rank r in its slot comes after its r better siblings; with N candidates a slot, none
-can be missing. The cost is a heap of at most N + 1 entries and N pops, in plain Python: about 0.1 ms for 64 nodes.
+Nodes are made in the order of their score, so the best tree of n < N nodes is the first n of these: one tree of 64
+nodes also gives the figures for 8, 16 and 32. A node of rank r in its slot comes after its r better siblings, so N
+candidates per slot suffice. The cost is a heap of at most N + 1 entries and N pops, in plain Python: about 0.1 ms for
+64 nodes.
 
 Shapes: N nodes, B block size, m candidates a slot, n blocks.
 """
@@ -24,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 SIZES = (8, 16, 32, 64)
-"""Numbers of nodes that are reported."""
+"""Numbers of nodes for which figures are reported."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A draft tree; nodes by falling score, so that a node comes after its parent.
+    """A draft tree; nodes by descending score, so that a node comes after its parent.
 
     Attributes:
         parents: int64 [N] index of the parent; -1 for children of the root.
@@ -51,7 +52,7 @@ class Tree:
         return Tree(self.parents[:n], self.slots[:n], self.tokens[:n], self.scores[:n])
 
     def path(self, continuation: Sequence[int]) -> list[int]:
-        """Return the nodes along which the tree holds a continuation, as far as it does."""
+        """Return the nodes of the longest prefix of a continuation that the tree holds."""
         child = {pair: i for i, pair in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))}
         nodes: list[int] = []
         for token in continuation:
@@ -67,14 +68,14 @@ def best_first(ids: Any, logprobs: Any, size: int) -> Tree:
 
     Args:
         ids: [B - 1, m] token ids of each slot's candidates, the most likely first: an array or a CPU tensor. With
-            m >= size nothing is lost against the whole vocabulary.
-        logprobs: [B - 1, m] their log-probabilities, falling along each row.
-        size: N. Fewer nodes come back when there are fewer continuations.
+            m >= size the tree is the same as over the whole vocabulary.
+        logprobs: [B - 1, m] their log-probabilities, descending along each row.
+        size: N, the number of nodes; the tree has fewer if there are fewer continuations.
     """
     slot_logprobs, slot_ids = np.asarray(logprobs, np.float64).tolist(), np.asarray(ids).tolist()
     slots = len(slot_ids)
     nodes: list[tuple[int, int, int, float]] = []
-    # ties by the order of pushing, so that a tree is a function of its input
+    # equal scores are ordered by the time of the push, so that the input alone decides the tree
     heap: list[tuple[float, int, int, int, int, float]] = []
     if slots and slot_ids[0]:
         heap.append((-slot_logprobs[0][0], 0, -1, 0, 0, 0.0))
@@ -96,17 +97,17 @@ def best_first(ids: Any, logprobs: Any, size: int) -> Tree:
 
 
 def accepted(tree: Tree, continuation: Sequence[int]) -> int:
-    """Return how many leading tokens of the true continuation the tree holds, 0 ... B - 1; the bonus not counted."""
+    """Return how many leading tokens of the true continuation the tree holds, 0 ... B - 1, without the bonus token."""
     return len(tree.path(continuation))
 
 
 def accepted_lengths(ids: Any, logprobs: Any, continuations: Any, sizes: Sequence[int] = SIZES) -> NDArray[np.int64]:
-    """Return what trees of several sizes would have had accepted, for many blocks.
+    """Return how many tokens the target would accept of trees of several sizes, for many blocks.
 
     Args:
         ids: [n, B - 1, m] candidates of each slot, the most likely first.
         logprobs: [n, B - 1, m] their log-probabilities.
-        continuations: [n, B - 1] true tokens; what lies beyond a sample's end is negative, and no token.
+        continuations: [n, B - 1] true tokens; negative after the end of a sample.
         sizes: Numbers of nodes.
 
     Returns:

@@ -1,7 +1,8 @@
 """``hstrain eval``: compare checkpoints on held-out samples of one or more stores, as tables and JSON.
 
-A checkpoint records which share of the samples was held out in training, and so does the drafter that it began from.
-Since a hash of its id decides about a sample, the samples that all of them held out are those of the smallest share.
+A checkpoint records which share of the samples its training held out, and the trainings of the drafters that it started
+from recorded theirs. Since a hash of its id decides whether a sample is held out, all of these trainings held out the
+samples of the smallest share.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
 from hscache.store.reader import Store
 from hstrain.data.packs import split
+from hstrain.drafter.attention import Backend
 from hstrain.drafter.losses import Head
+from hstrain.drafter.model import Drafter
 from hstrain.exchange.importer import CONFIG_FILE, check_store, open_drafter
 from hstrain.run.checkpoint import load_drafter, weights_digest
 from hstrain.score.ddtree import SIZES
 from hstrain.score.walk import SampleScore, by_tag, difference, score_store, summarise
 
 POSITIONS = (0, 16, 64, 256, 1024)
-"""Where an anchor may lie in its sample's answers, counted in anchors: bounds of the bins."""
+"""Lower bounds of the bins by the place of an anchor in its sample, counted in anchors."""
 
 
 def evaluate(
@@ -45,22 +48,22 @@ def evaluate(
     """Score checkpoints on the held-out samples of stores.
 
     Args:
-        checkpoints: As :func:`hstrain.exchange.importer.open_drafter` takes them.
+        checkpoints: As in :func:`hstrain.exchange.importer.open_drafter`.
         stores: Complete stores with the drafters' taps.
-        held_out: Share of the samples that the split holds out; None for the smallest with which a checkpoint, or
-            what it began from, was trained; 1 for every sample.
-        samples: First so many of them; None for all.
+        held_out: Share of the samples to hold out; None for the smallest share that a checkpoint, or a drafter that it
+            started from, was trained with; 1 for every sample.
+        samples: Score only the first of these samples, this many; None for all.
         precision: ``fp32`` or ``bf16``.
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
     Returns:
-        JSON-plain: ``rows``, one for each checkpoint and store, as :func:`hstrain.score.walk.summarise` with
-        ``by_tag``, ``by_position``, ``trained_on``: of how many of the samples it is known that it, or what it began
-        from, was trained on them, None where that is unknown; and ``less_first``:
-        :func:`hstrain.score.walk.difference` from the first row, None in that; ``held_out``, ``precision``.
+        JSON-plain: ``held_out``, ``precision``, and ``rows``, one for each checkpoint and store, as
+        :func:`hstrain.score.walk.summarise`, with ``by_tag``; ``by_position``; ``trained_on``, the number of samples
+        that it, or a drafter that it started from, is known to have been trained on, None if that is unknown; and
+        ``less_first``, the :func:`hstrain.score.walk.difference` from the first row, None in the first row.
 
     Raises:
-        HscacheError: For what a user can mend.
+        HscacheError: For errors that a user can fix.
     """
     where = pick_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -76,27 +79,28 @@ def evaluate(
             check_store(path, drafter.config, store)
             numbers = _numbers(store, share, samples)
             say(f"{path} on {store_path}: {len(numbers)} samples")
-            with torch.autocast(where.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                scores = score_store(
-                    drafter.to(where),
-                    head,
-                    store,
-                    numbers,
-                    backend="flex" if where.type == "cuda" else "sdpa",
-                    trees=SIZES,
-                )
-            if not any(len(score.anchors_N) for score in scores):
-                raise InputError(
-                    "sample-unknown",
-                    f"{store_path}: none of the {len(scores)} samples has two supervised tokens in a row to score",
-                    hint="name a larger --held-out or --samples",
-                )
+            scores = _score(drafter, head, store, numbers)
             found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
             found["trained_on"] = _trained_on(store, numbers, past)
             found["less_first"] = None if first is None else difference(scores, first)
             first = first or scores
             rows.append({"checkpoint": str(path), "resolved": facts["path"], "store": str(store_path), **found})
     return {"held_out": share, "precision": precision, "rows": rows}
+
+
+def _score(drafter: Drafter, head: Head, store: Store, numbers: Sequence[int]) -> list[SampleScore]:
+    """Score samples on the head's device and in its precision; at least one of them must have an anchor."""
+    device, dtype = head.lm_head_VH.device, head.lm_head_VH.dtype
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        backend: Backend = "flex" if device.type == "cuda" else "sdpa"
+        scores = score_store(drafter.to(device), head, store, numbers, backend=backend, trees=SIZES)
+    if not any(len(score.anchors_N) for score in scores):
+        raise InputError(
+            "sample-unknown",
+            f"{store.path}: none of the {len(scores)} samples has two supervised tokens in a row to score",
+            hint="give a larger --held-out or --samples",
+        )
+    return scores
 
 
 def print_evaluation(found: dict[str, Any]) -> None:
@@ -118,13 +122,13 @@ def print_evaluation(found: dict[str, Any]) -> None:
     table(title, columns, cells, right=range(1, len(columns)))
     for name, row in zip(names, found["rows"], strict=True):
         if row["trained_on"]:
-            print(f"{name}: it was trained on {row['trained_on']} of these samples, and knows them")
+            print(f"{name}: it was trained on {row['trained_on']} of these samples, so its figures are too high")
         elif row["trained_on"] is None:
-            print(f"{name}: whether it, or what it began from, was trained on some of these is not known")
-    apart = [[name, *_apart(row["less_first"])] for name, row in zip(names, found["rows"], strict=True)]
+            print(f"{name}: it is unknown whether it, or a drafter it started from, was trained on these samples")
     if any(row["less_first"] for row in found["rows"]):
         columns = ["drafter", "tau", "95 %", "samples", "other walks"]
-        table("tau less that of the first row, on the same samples", columns, apart[1:], right=range(1, 5))
+        less = [[name, *_less(row["less_first"])] for name, row in zip(names, found["rows"], strict=True)]
+        table("tau less that of the first row, on the same samples", columns, less[1:], right=range(1, 5))
     slots = max(len(row["acc"]) for row in found["rows"])
     acc = [[name, *map(_or_nothing, row["acc"])] for name, row in zip(names, found["rows"], strict=True)]
     table("accuracy by slot", ["drafter", *map(str, range(1, slots + 1))], acc, right=range(1, slots + 1))
@@ -141,11 +145,11 @@ def print_evaluation(found: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Past:
-    """A training that left its mark on a drafter.
+    """A training that led to a drafter.
 
     Attributes:
-        share: Of the samples that were held out.
-        corpus: Which samples there were, as the store has it.
+        share: Share of the samples that it held out.
+        corpus: The store's record of its corpus.
     """
 
     share: float
@@ -156,10 +160,10 @@ def smallest_share(checkpoints: Sequence[Path]) -> float:
     """Return the share of samples that all known trainings of the checkpoints held out.
 
     Args:
-        checkpoints: As :func:`hstrain.exchange.importer.open_drafter` takes them.
+        checkpoints: As in :func:`hstrain.exchange.importer.open_drafter`.
 
     Raises:
-        InputError: ``not-a-checkpoint`` when none of them says with what it was trained.
+        InputError: ``not-a-checkpoint`` if none of them records a training.
         IntegrityError: ``checkpoint-damaged``.
     """
     return _smallest(checkpoints, [_pasts(path) for path in checkpoints])
@@ -170,20 +174,20 @@ def _smallest(checkpoints: Sequence[Path], pasts: Sequence[Sequence[_Past | None
     if not shares:
         raise InputError(
             "not-a-checkpoint",
-            f"{', '.join(map(str, checkpoints))}: nothing says which samples it was trained on",
-            hint="name --held-out: the share to hold out, or 1 to score every sample",
+            f"{', '.join(map(str, checkpoints))}: there is no record of which samples it was trained on",
+            hint="give --held-out: the share to hold out, or 1 to score every sample",
         )
     return min(shares)
 
 
 def _pasts(path: Path) -> list[_Past | None]:
-    """Return the trainings that led to a checkpoint, its own first; None if they are unknown."""
+    """Return the trainings that led to a checkpoint, its own first; None stands for an unknown one."""
     if (path / CONFIG_FILE).exists():
         return [None]
     _, facts = load_drafter(path)
     pasts: list[_Past | None] = [_past(facts)]
     start = facts["provenance"].get("start")
-    while start:  # a run records the path of what it began from, and a digest of its weights
+    while start:  # a run records the path of its starting drafter, and a digest of the weights
         try:
             drafter, before = load_drafter(Path(start["path"]))
             same = weights_digest(drafter.state_dict()) == start["weights"]
@@ -200,7 +204,7 @@ def _past(facts: dict[str, Any]) -> _Past:
 
 
 def _trained_on(store: Store, numbers: Sequence[int], pasts: Sequence[_Past | None]) -> int | None:
-    """Return how many of these samples are known to have been trained on; None where none is, but some may."""
+    """Return how many of these samples are known to have been trained on; None if none is known but some may be."""
     trained: set[int] = set()
     known = True
     for past in pasts:
@@ -218,7 +222,7 @@ def _numbers(store: Store, held_out: float, samples: int | None) -> list[int]:
         raise InputError(
             "sample-unknown",
             f"{store.path}: no sample is held out (share {held_out:g})",
-            hint="name --held-out: what is then scored may have been trained on",
+            hint="give --held-out; the drafter may have been trained on the samples that are then scored",
         )
     return held[:samples]
 
@@ -231,7 +235,7 @@ def _by_position(scores: Sequence[SampleScore]) -> dict[str, float]:
     return {name: float(yields[bins == b].mean()) for b, name in enumerate(names) if (bins == b).any()}
 
 
-def _apart(less: dict[str, Any] | None) -> list[str]:
+def _less(less: dict[str, Any] | None) -> list[str]:
     if less is None:
         return ["", "", "0", ""]
     low, high = less["interval"]

@@ -1,13 +1,14 @@
 """Measure how well a drafter predicts, from the store alone.
 
-Every supervised position of a held-out sample that can be an anchor is drafted from, so one pass gives both averages:
+A block is drafted from every possible anchor of a held-out sample, so one pass gives both averages:
 
-- ``tau``, the serving walk: begin at the first token of the target's turn, draft, jump by what was accepted plus the
-  token that the target adds, repeat; tokens per step. Live greedy decoding makes the same steps.
-- ``tau_all``: the mean over every anchor. Another number: the walk visits anchors that follow a miss, which are harder.
+- ``tau``, the serving walk, in tokens per step: start at the first token of the target's turn, draft, jump by the
+  accepted tokens plus the one that the target adds, and repeat. Live greedy decoding makes the same steps.
+- ``tau_all``: the mean over all anchors. It is another number: the walk visits anchors that follow a miss, which are
+  harder.
 
-``streak`` is the number of leading slots that agree with the sample, and what a step yields is streak + 1, but never
-more than the turn has left, as in serving. Samples are scored one by one; nothing is sampled but the bootstrap.
+``streak`` is the number of leading slots that agree with the sample. A step yields streak + 1 tokens, but never more
+than the turn has left, as in serving. Samples are scored one by one; only the bootstrap is random.
 
 Shapes: N anchors, K = B - 1 slots, m candidates a slot.
 """
@@ -36,16 +37,16 @@ _BOOTSTRAPS = 1000
 
 @dataclass(frozen=True)
 class SampleScore:
-    """What a drafter predicts from every anchor of a sample.
+    """A drafter's predictions from every anchor of a sample.
 
     Attributes:
         sample_id: The sample.
         tag: Its tag.
         anchors_N: int64 positions.
         left_N: int64 tokens that the turn has after each anchor, at least 1.
-        correct_NK: bool, slot k says token anchor + k; False after the turn's end.
+        correct_NK: bool, whether slot k predicts token anchor + k; False after the turn's end.
         sizes: Nodes of the DDTrees that were scored.
-        tree_Ns: int64 [N, sizes], drafted tokens that each tree would have had accepted.
+        tree_Ns: int64 [N, sizes], drafted tokens of each tree that the target would accept.
     """
 
     sample_id: str
@@ -83,11 +84,11 @@ def score_sample(
     """Draft from every anchor of a sample.
 
     Args:
-        drafter: On the head's device.
-        head: The target's.
+        drafter: The drafter, on the head's device.
+        head: Head of the target.
         sample: A whole sample with the drafter's taps, in their order; of kind ``torch``.
-        backend: Attention.
-        trees: Node numbers of the DDTrees to score.
+        backend: Implementation of attention.
+        trees: Numbers of nodes of the DDTrees to score.
 
     Raises:
         EnvironmentFault: ``not-finite``.
@@ -126,13 +127,13 @@ def score_store(
     """Score samples of a store; see :func:`score_sample`.
 
     Args:
-        drafter: On the head's device.
-        head: The target's.
+        drafter: The drafter, on the head's device.
+        head: Head of the target.
         store: An opened store.
-        numbers: Samples.
-        backend: Attention.
-        trees: Node numbers of the DDTrees to score.
-        unreadable: Takes samples that cannot be read, and what was said; without it, the first one raises.
+        numbers: Numbers of the samples.
+        backend: Implementation of attention.
+        trees: Numbers of nodes of the DDTrees to score.
+        unreadable: Receives the id and error of each sample that cannot be read; None to raise the first error.
 
     Raises:
         IntegrityError: ``store-damaged``.
@@ -152,10 +153,10 @@ def score_store(
 
 
 def check_finite(who: str, *tensors: torch.Tensor) -> None:
-    """Refuse NaN and infinities: of NaN everyone chooses the same token, so that a draft of it would be accepted.
+    """Refuse NaN and infinities: from NaN, target and drafter choose the same token, so the draft would be accepted.
 
     Args:
-        who: Computed the tensors, for the message.
+        who: The model that computed the tensors, for the message.
         tensors: Logits or states.
 
     Raises:
@@ -165,16 +166,16 @@ def check_finite(who: str, *tensors: torch.Tensor) -> None:
         raise EnvironmentFault(
             "not-finite",
             f"{who} computed NaN or infinities",
-            hint="take another precision or other kernels: hscache doctor and hscache verify --kernels tell of these",
+            hint="use another precision or other kernels, which hscache doctor and hscache verify --kernels report",
         )
 
 
 def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
-    """Return the field's figures over samples, JSON-plain.
+    """Return the usual figures over samples, JSON-plain.
 
-    Keys: ``tau`` with its 95 % ``tau_interval`` (bootstrap over samples), ``tau_all``, ``streak``, ``acc`` (per slot, 1
-    first), ``full_block`` (rate of blocks accepted whole, among those that the turn leaves room for), ``histogram`` of
-    walk steps by yield, ``ddtree`` (nodes -> walk tau with trees), ``samples``, ``anchors``.
+    Keys: ``tau`` with its 95 % ``tau_interval`` (bootstrap over samples), ``tau_all``, ``streak``, ``acc`` (by slot,
+    beginning with slot 1), ``full_block`` (share of wholly accepted blocks among those that fit into their turn),
+    ``histogram`` of walk steps by yield, ``ddtree`` (nodes -> walk tau with trees), ``samples``, ``anchors``.
     """
     scores = [score for score in scores if len(score.anchors_N)]
     if not scores:
@@ -208,14 +209,14 @@ def by_tag(scores: Sequence[SampleScore]) -> dict[str, float]:
 
 
 def difference(scores: Sequence[SampleScore], base: Sequence[SampleScore]) -> dict[str, object] | None:
-    """Return how tau differs from that of other scores, over the samples that both have; None without any.
+    """Return the difference of tau over the samples that two lists of scores share; None if they share none.
 
-    Keys, JSON-plain: ``tau``, the difference; its 95 % ``interval`` (bootstrap over samples, the same draws on both
-    sides); ``samples``; ``other_walks``, the samples on which serving would take other steps.
+    Keys, JSON-plain: ``tau``, the difference; its 95 % ``interval`` (bootstrap over samples, with the same draws on
+    both sides); ``samples``; ``other_walks``, the number of samples on which serving would take other steps.
 
     Args:
-        scores: Of one drafter on one store.
-        base: What they are compared with; samples with other anchors are left out.
+        scores: Scores of one drafter on one store.
+        base: Scores to subtract; samples with other anchors are left out.
     """
     before = {score.sample_id: score for score in base if len(score.anchors_N)}
     pairs = [
@@ -241,7 +242,7 @@ def _tau(walks: Sequence[Sequence[int]]) -> float:
 
 
 def _drawn_taus(walks: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Return tau of samples drawn again with replacement, many times; for as many samples the draws are the same."""
+    """Return tau of many bootstrap draws; for an equal number of samples the draws are the same."""
     tokens, steps = (np.array([of(walk) for walk in walks]) for of in (sum, len))
     draws = random_of("bootstrap", len(walks)).integers(len(walks), size=(_BOOTSTRAPS, len(walks)))
     return tokens[draws].sum(1) / steps[draws].sum(1)  # type: ignore[no-any-return]
@@ -261,7 +262,7 @@ def _left(loss_mask: NDArray[np.uint8], anchors: NDArray[np.int64]) -> NDArray[n
 def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the token [N, K] that each slot drafts, and ids and log-probabilities [N, K, m] of its most likely ones.
 
-    bf16 logits tie, and which of them a top-k puts first depends on k: what is drafted is their argmax, as in decoding.
+    The drafted token is the argmax, as in decoding: bf16 logits may be equal, and a top-k orders equal ones by k.
     """
     N, K, _ = hidden_NKH.shape
     rows = max(1, (1 << 22) // head.vocab_size)
@@ -270,7 +271,7 @@ def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, to
         logits = head.logits(x_RH)
         check_finite("the drafter", logits)
         best.append(logits.argmax(-1))
-        # the softmax is only wanted where trees weigh one slot's tokens against another's
+        # only trees need the softmax, to compare tokens of different slots
         top = (logits.log_softmax(-1) if m else logits).topk(min(m, head.vocab_size), -1)
         logprobs.append(top.values)
         ids.append(top.indices)

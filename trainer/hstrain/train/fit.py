@@ -28,25 +28,26 @@ from hstrain.train.step import Trainer, settled
 
 _OVERFIT_EVERY = 10
 _EXPLODED = 4.0
-"""Times the loss of guessing, or the first step's where that is more."""
+"""Times the loss of guessing, or the first step's loss if that is larger."""
 _RECENT = 7
-"""Steps whose median loss is judged: a step may be one sample, and one odd sample says nothing."""
+"""Number of last steps whose median loss is judged: a step may be a single sample, which proves nothing."""
 
 
 @dataclass
 class FitReport:
-    """What a run did.
+    """The result of a run.
 
     Attributes:
         run: Its directory.
-        steps: Steps done, all sessions.
+        steps: Steps done in all sessions.
         tau: Validation tau at the end.
-        best_tau: The best one.
+        best_tau: The best validation tau.
         first_tau: Validation tau before the first step.
-        skipped: Samples passed over.
+        skipped: Number of skipped samples.
         seconds: Wall time of this session.
-        wait: Share of it that the loop waited for data.
-        overfit_at: Step at which one sample was learnt by heart, None when that was not asked for or not reached.
+        wait: Share of this time that the loop waited for data.
+        overfit_at: Step at which the samples were learnt by heart; None if that was not reached or not requested.
+        validation: All figures of the last validation.
     """
 
     run: str
@@ -83,20 +84,20 @@ def fit(
     overfit: int = 0,
     tensorboard: bool = False,
 ) -> FitReport:
-    """Train a drafter, or go on with one.
+    """Train a drafter, or continue a stopped run.
 
     Args:
-        manifest: What is trained.
+        manifest: Settings of the run.
         store_path: A complete store.
-        out: Run directory; new, or begun with the same manifest and store.
-        device: Such as ``cpu``; None for CUDA where it is.
+        out: Run directory; new, or started with the same manifest and store.
+        device: Such as ``cpu``; None for CUDA if there is one.
         overfit: Overfit this many samples, as a check; 0 trains on all.
-        tensorboard: Write the figures for TensorBoard too.
+        tensorboard: Also write the figures for TensorBoard.
 
     Raises:
-        HscacheError: For what a user can mend, the same on all ranks; ``training-diverged`` when the loss is no number
-            any more.
-        Interrupted: After SIGINT or SIGTERM, when a checkpoint is written.
+        HscacheError: For errors that a user can fix, the same on all ranks; ``training-diverged`` when the loss
+            explodes or is not a number.
+        Interrupted: After SIGINT or SIGTERM, once a checkpoint is written.
     """
     world = World.join(device)
     try:
@@ -109,13 +110,13 @@ def fit(
 
 
 def _precision(manifest: TrainManifest, out: Path, device: torch.device) -> str:
-    """Return the precision of a run: what it began with, else what the manifest says or the device suits."""
+    """Return the precision of a run: the recorded one, else that of the manifest, else the device's best."""
     begun = run_folder.recorded_precision(run_folder.RunPaths(out)) if manifest.run.precision == "auto" else None
     return begun or settled(manifest, device).run.precision
 
 
 class _Run:
-    """One session of a run: where it stands, and what it writes."""
+    """One session of a run: its progress and its records."""
 
     def __init__(self, trainer: Trainer, out: Path, stop: list[int]) -> None:
         self.t, self.stop, self.paths = trainer, stop, run_folder.RunPaths(out)
@@ -143,7 +144,7 @@ class _Run:
         return self.report
 
     def _train(self, step: int) -> None:
-        """Train from a step on to the end, which a run that has ended does not pass."""
+        """Train from a step to the end; a finished run is left as it is."""
         t, run = self.t, self.t.manifest.run
         if step == 0:
             self._validate(0)
@@ -185,17 +186,17 @@ class _Run:
         }
 
     def _resume(self) -> int:
-        """Begin, or load the newest checkpoint that the first rank sees; return the steps done."""
+        """Start a run, or load the newest checkpoint that the first rank sees; return the number of steps done."""
         t, world = self.t, self.t.world
         self._same("store", self.store_facts["digest"])
         newest = world.on_main(lambda: ckpt.newest_checkpoint(self.paths))
-        # a checkpoint has its own weights: the drafter that the run began from may be gone
+        # a checkpoint has its own weights, so the starting drafter need not exist any more
         begun = {"start": self._begin()} if newest is None else {}
         self.start = world.on_main(lambda: run_folder.claim_run(self.paths, self._document() | begun).get("start"))
         if newest is None:
             t.distribute()
             if self.main and self.start is not None:
-                say(f"beginning from {self.start['path']}")
+                say(f"starting from the weights of {self.start['path']}")
             world.on_main(lambda: self._forget_after(-1))
             return 0
         weights, moments, state = world.together(lambda: self._load(*newest))
@@ -205,50 +206,50 @@ class _Run:
         self.saved = step = int(state["step"])
         self.first_loss, self.skipped = state["first_loss"], set(state["skipped"])
         self.report.first_tau, self.report.tau, self.report.best_tau = state["taus"]
-        # checkpoints that are older than these fields go on, too
+        # checkpoints from before these fields existed lack them
         self.recent.extend(state.get("recent", ()))
         self.report.overfit_at = state.get("overfit_at")
         world.on_main(lambda: self._forget_after(step))
         if self.main:
-            say(f"going on at step {step} of {t.total_steps}")
+            say(f"continuing at step {step} of {t.total_steps}")
         return step
 
     def _begin(self) -> dict[str, Any] | None:
-        """Take the weights that training begins from, the same on all ranks; return what is recorded of them."""
+        """Load the starting weights, the same on all ranks; return what is recorded about them."""
         start = self.t.world.together(self.t.begin)
         self._same("drafter.start", None if start is None else start["weights"])
         return start
 
     def _same(self, what: str, digest: str | None) -> None:
-        """Stop all ranks unless they see the same: a path may mean something else on another machine."""
+        """Stop all ranks if their digests differ: a path may lead to other files on another machine."""
         seen = self.t.world.gather(digest)
         for rank, one in enumerate(seen):
             if one != seen[0]:
                 raise EnvironmentFault(
                     "run-not-shared",
                     f"{what}: the first rank sees {seen[0]}, rank {rank} sees {one}",
-                    hint="put the same files where every rank looks for them",
+                    hint="make the same files available to every rank under this path",
                 )
 
     def _load(self, step: int, digest: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-        """Return a checkpoint if it is the very one that the first rank named: another would train wrong weights."""
+        """Return a checkpoint, after checking that this rank sees the same one as the first rank."""
         folder = self.paths.checkpoint(step)
         try:
             found = ckpt.state_digest(folder)
-        except IntegrityError:  # on the first rank it is whole
-            found = "none that can be read"
+        except IntegrityError:  # the first rank has read it without an error
+            found = "no readable checkpoint"
         if found != digest:
             raise EnvironmentFault(
                 "run-not-shared",
-                f"{folder}: the first rank goes on from checkpoint {digest}, here is {found}",
-                hint="give an --out that all ranks see, or copy the first rank's run to where they look for it",
+                f"{folder}: the first rank continues from checkpoint {digest}, this rank sees {found}",
+                hint="give an --out that all ranks see, or copy the first rank's run to every machine",
             )
         return ckpt.load_state(folder)
 
     def _forget_after(self, step: int) -> None:
-        """Put the run's files back to where a checkpoint stands."""
+        """Return the run's files to the state they had at a checkpoint."""
         if self.report.best_tau is not None and self.report.best_tau == self.report.tau:
-            # a kill may have come between this checkpoint and its entry as the best one
+            # the process may have been killed after writing this checkpoint and before recording it as the best one
             run_folder.keep_best(self.paths, step, self.report.best_tau)
         run_folder.drop_old(self.paths, self.t.manifest.run.keep)
         run_folder.forget_after(self.paths, self.paths.metrics, step)
@@ -258,7 +259,7 @@ class _Run:
         self.board = Board(self.paths.root / "tensorboard")
 
     def _watch(self, step: int, record: dict[str, Any], packs: list[Pack]) -> None:
-        """Record unreadable samples, and stop the run if there are too many."""
+        """Record unreadable samples, and stop the run if they are too many or the loss diverges."""
         if record["bad"]:
             self._skip(step, self.t.world.merge(dict(bad for pack in packs for bad in pack.bad)))
         if record["blocks"]:
@@ -268,10 +269,10 @@ class _Run:
             seen = sum(len(pack) for packs in self.t.schedule.steps(0)[:step] for pack in packs)
             raise InputError(
                 "no-anchors",
-                f"{self.t.store.path}: no block could begin anywhere in {step} steps: of the {seen} samples that they "
-                f"took ({len(self.t.train)} are there to train on), {len(self.skipped)} could not be read and no other "
-                "has two supervised tokens in a row after a first token",
-                hint="hscache info shows how many tokens are supervised; see the loss masks of the corpus",
+                f"{self.t.store.path}: no block could begin anywhere in {step} steps: of their {seen} samples "
+                f"(of {len(self.t.train)} to train on), {len(self.skipped)} could not be read, and no other "
+                "has two supervised tokens in a row after its first token",
+                hint="hscache info shows how many tokens are supervised; look at the loss masks of the corpus",
             )
         sound = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
         usual = max(self.first_loss or 0.0, math.log(self.t.config.vocab_size))
@@ -287,7 +288,7 @@ class _Run:
             )
 
     def _skip(self, step: int, bad: dict[str, str]) -> None:
-        """Record samples that some rank could not read, each once a run, and stop when they are too many."""
+        """Record samples that some rank could not read, each once per run, and stop if they are too many."""
         if new := sorted(bad.keys() - self.skipped):
             self.t.world.on_main(lambda: self._record_skipped(step, {sample_id: bad[sample_id] for sample_id in new}))
         self.skipped |= bad.keys()
@@ -295,8 +296,8 @@ class _Run:
             raise IntegrityError(
                 "too-many-bad-samples",
                 f"{len(self.skipped)} samples could not be read (data.max_bad_samples is "
-                f"{self.t.manifest.data.max_bad_samples}); they are named in {self.paths.skipped}",
-                hint=f"hscache verify {self.t.store.path}, then hscache repair",
+                f"{self.t.manifest.data.max_bad_samples}); {self.paths.skipped} lists them",
+                hint=f"run hscache verify {self.t.store.path}, then hscache repair",
             )
 
     def _record_skipped(self, step: int, bad: dict[str, str]) -> None:
@@ -306,7 +307,7 @@ class _Run:
 
     def _validate(self, step: int) -> None:
         began = time.monotonic()
-        # the first rank's: what follows is decided by them, and kernels may round otherwise on another
+        # all ranks use the first rank's figures: kernels may round differently on another, and decisions follow
         found = self.t.world.gather(self.t.validate())[0]
         self._skip(step, self.t.unreadable)
         if not found["samples"]:
@@ -346,7 +347,7 @@ class _Run:
         return learnt
 
     def _save(self, step: int, *, best: bool = False) -> None:
-        """Write a checkpoint unless the step has one; every rank takes part, the first one writes."""
+        """Write a checkpoint unless the step has one; all ranks must call this, the first one writes."""
         if step == self.saved:
             return
         t = self.t
@@ -369,4 +370,4 @@ class _Run:
         if best:
             assert self.report.best_tau is not None
             run_folder.keep_best(self.paths, step, self.report.best_tau)
-        run_folder.drop_old(self.paths, self.t.manifest.run.keep)  # after that: the former best one may go now
+        run_folder.drop_old(self.paths, self.t.manifest.run.keep)  # last, since the previous best one may be dropped

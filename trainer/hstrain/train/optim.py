@@ -1,10 +1,10 @@
 """Optimizers and schedules: torch's own, put together for a drafter.
 
-Muon takes the matrices (all of them are hidden weights: embedding and head are frozen and elsewhere) with updates
-rescaled to AdamW's size, so that one learning rate means the same for both; AdamW takes the norms.
+Muon updates the matrices, which are all hidden weights: the frozen embedding and head are not part of the drafter. Its
+updates are rescaled to AdamW's size, so that one learning rate fits both. AdamW updates the norms.
 
-torch's Muon orthogonalises in bfloat16. Where that is emulated, it took 95 % of a step on a CPU; :class:`Float32Muon`
-does the same in float32 there.
+torch's Muon orthogonalises in bfloat16. On a CPU that emulates bfloat16 this took 95 % of a step, so such devices use
+:class:`Float32Muon`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def make_optimizers(drafter: nn.Module, spec: OptimSpec) -> list[torch.optim.Opt
     """Return the optimizers of a run; a learning rate is set before every step.
 
     Args:
-        drafter: Its parameters are float32 masters, on the device where they are trained.
-        spec: The manifest's part.
+        drafter: Its parameters are float32, on the device where they are trained.
+        spec: The manifest's section ``optim``.
     """
     parameters = [p for p in drafter.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.ndim == 2]
@@ -54,7 +54,7 @@ class Float32Muon(torch.optim.Muon):
                 average = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
                 update = weight.grad.lerp(average, momentum) if group["nesterov"] else average
                 update = _orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                # the root mean square of AdamW's updates, as adjust_lr_fn="match_rms_adamw"
+                # the root mean square of AdamW's updates, as with adjust_lr_fn="match_rms_adamw"
                 weight.mul_(shrink).add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
 
 
@@ -93,15 +93,15 @@ def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) ->
 
 @torch.no_grad()
 def scale_and_clip(parameters: Iterable[Tensor], factor: float, largest: float) -> Tensor:
-    """Multiply all gradients by a factor, then cut their common norm.
+    """Multiply all gradients by a factor, then clip their common norm.
 
     Args:
-        parameters: Those with gradients.
-        factor: From a sum over slots to a mean.
-        largest: Norm that stays.
+        parameters: Parameters; those without a gradient are left out.
+        factor: Turns the sum over slots into a mean.
+        largest: Largest norm of the gradient.
 
     Returns:
-        The norm before the cut, float32 [].
+        The norm before clipping, float32 [].
     """
     parameters = [p for p in parameters if p.grad is not None]
     grads = [p.grad for p in parameters if p.grad is not None]

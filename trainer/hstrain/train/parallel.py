@@ -1,8 +1,8 @@
-"""Run in one process or in many: torchrun's ranks, and the checks that they agree.
+"""Run in one process or in torchrun's ranks, and let the ranks agree.
 
-Gradients are averaged by DDP, or by FSDP2 (``fully_shard``), which also cuts weights and moments over the ranks. Sums
-over slots are added up by :meth:`World.sum`. Checkpoints are made of whole tensors, so a run may be resumed with
-another number of ranks, or with the other of these two methods.
+Gradients are averaged by DDP, or by FSDP2 (``fully_shard``), which also divides weights and moments among the ranks.
+:meth:`World.sum` adds up sums over slots. Checkpoints contain whole tensors, so a run may be resumed with another
+number of ranks, or with the other of these two methods.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GLOO_REST = 0.2  # seconds
 
 
 def first_rank() -> bool:
-    """Return whether this process writes and speaks: rank 0 of torchrun's, or the only one."""
+    """Return whether this process writes files and prints: it is rank 0 of torchrun's, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -39,9 +39,9 @@ class World:
     """The ranks of a run.
 
     Attributes:
-        rank: This process.
+        rank: Rank of this process.
         size: Number of processes.
-        device: Where this one computes.
+        device: Device of this process.
     """
 
     rank: int
@@ -50,10 +50,10 @@ class World:
 
     @staticmethod
     def join(device: str | None = None) -> World:
-        """Return the world that torchrun made, or a world of one.
+        """Return the ranks that torchrun started, or a world of one process.
 
         Args:
-            device: Such as ``cpu``; None for CUDA where it is, the rank's own.
+            device: Such as ``cpu``; None for the rank's own CUDA device if there is one.
 
         Raises:
             EnvironmentFault: ``device-missing``.
@@ -66,17 +66,17 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes and speaks."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over all ranks."""
+        """Return the sum over all ranks; all must call it."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order; all must call it."""
+        """Return the values of all ranks, ordered by rank; all must call it."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -88,39 +88,39 @@ class World:
         return {key: value for part in self.gather(values) for key, value in part.items()}
 
     def together(self, act: Callable[[], T]) -> T:
-        """Return what an action gives on this rank; a refusal that any rank meets, all raise; all must call it.
+        """Return the result of an action on this rank; if it fails on any rank, all ranks raise; all must call it.
 
-        A rank that stopped alone would leave the others waiting for it, to end as if by a bug.
+        If one rank stopped alone, the others would wait for it and then end as if by a bug.
 
         Args:
-            act: Must not call upon the other ranks.
+            act: The action; it must not communicate with other ranks.
 
         Raises:
-            HscacheError: That of the lowest rank that met one.
+            HscacheError: The error of the lowest rank that had one.
         """
-        met: HscacheError | None = None
+        own: HscacheError | None = None
         try:
             value = act()
         except HscacheError as error:
-            met = error
-        # an error's parts: pickle would build it again from its message alone
-        parts: Any = None if met is None else (type(met), met.code, met.message, met.hint)
-        for rank, told in enumerate(self.gather(parts)):
-            if met is not None and rank == self.rank == 0:
-                raise met
-            if told is not None:
-                kind, code, message, hint = told
-                raise kind(code, message if rank == 0 else f"rank {rank}: {message}", hint=hint) from met
+            own = error
+        # the parts of an error, because pickle would rebuild it from its message alone
+        parts: Any = None if own is None else (type(own), own.code, own.message, own.hint)
+        for rank, reported in enumerate(self.gather(parts)):
+            if own is not None and rank == self.rank == 0:
+                raise own
+            if reported is not None:
+                kind, code, message, hint = reported
+                raise kind(code, message if rank == 0 else f"rank {rank}: {message}", hint=hint) from own
         return value
 
     def on_main(self, act: Callable[[], T]) -> T:
-        """Return on all ranks what an action gives on the first one, which alone does it; all must call it.
+        """Run an action on the first rank only, and return its result on all ranks; all must call it.
 
         Args:
-            act: Gives what can be pickled.
+            act: The action; its result must be picklable.
 
         Raises:
-            HscacheError: What the first rank met.
+            HscacheError: The error of the first rank.
         """
         found: Any = self.gather(self.together(lambda: act() if self.main else None))[0]
         return found  # type: ignore[no-any-return]
@@ -128,9 +128,9 @@ class World:
     def leave(self) -> None:
         """End the process group.
 
-        A thread of gloo's wants the interpreter's lock to let go of its last work. In torch 2.13 the group's destructor
-        waits for that thread with the lock held, so a process could hang after its run; and one that ended before the
-        thread had the lock was aborted. So the lock is left to the thread for a while, and the group stays in memory.
+        A thread of gloo needs the interpreter's lock to release its last work. In torch 2.13 the group's destructor
+        holds the lock while it waits for that thread, so a process could hang after its run; a process that ended
+        before the thread got the lock was aborted. So the group is kept in memory, and the thread is given some time.
         """
         if self.size > 1 and dist.is_initialized():
             if dist.get_backend() == "gloo":
@@ -140,10 +140,10 @@ class World:
 
 
 def distribute(drafter: Drafter, world: World, kind: str, precision: str) -> nn.Module:
-    """Return the module to train; the drafter itself is changed by ``fsdp``.
+    """Return the module to train; ``fsdp`` changes the drafter itself.
 
     Args:
-        drafter: Equal on all ranks.
+        drafter: The drafter, equal on all ranks.
         world: The ranks.
         kind: ``ddp`` or ``fsdp``.
         precision: ``bf16`` or ``fp32``.
@@ -162,7 +162,7 @@ def distribute(drafter: Drafter, world: World, kind: str, precision: str) -> nn.
 
 
 def accumulating(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Return a context in which gradients stay with their rank unless this is the step's last pack."""
+    """Return a context in which gradients are exchanged between ranks only for the last pack of a step."""
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if last else model.no_sync()
     synchronise = getattr(model, "set_requires_gradient_sync", None)
@@ -172,13 +172,13 @@ def accumulating(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 
 
 def whole_tensors(tensors: Iterable[tuple[str, Tensor]], world: World) -> dict[str, Tensor]:
-    """Return tensors by name as one process would have them, on the CPU; all ranks must call it.
+    """Return whole tensors by name, on the CPU, on the first rank; the others get none. All ranks must call it.
 
-    What is whole and there already is not copied: write it before the next step. Other ranks than the first get
-    nothing, and hold one tensor at a time.
+    Tensors that are already whole and on the CPU are not copied: write them before the next step. The other ranks hold
+    one whole tensor at a time.
 
     Args:
-        tensors: In the same order on all ranks.
+        tensors: Names and tensors, in the same order on all ranks.
         world: The ranks.
     """
     found = {}
@@ -192,15 +192,15 @@ def whole_tensors(tensors: Iterable[tuple[str, Tensor]], world: World) -> dict[s
 
 
 def like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return a copy of a whole tensor, placed and cut as a parameter is."""
+    """Return a copy of a whole tensor, placed and divided among the ranks like a parameter."""
     placed = whole.to(parameter.device, copy=True)  # out of the mapped file
-    # a counter has another shape: fused kernels want it beside the parameter
+    # a counter has another shape; fused kernels need it on the parameter's device
     if whole.shape != parameter.shape or not hasattr(parameter, "placements"):
         return placed
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    # every rank has read the whole tensor and cuts out its own part: nothing is sent
+    # every rank has read the whole tensor and takes its own part: nothing is sent
     return distribute_tensor(placed, mesh, placements, src_data_rank=None)
 
 
@@ -210,19 +210,19 @@ def optimizer_tensors(model: Drafter, optimizers: Iterable[torch.optim.Optimizer
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})  # none before the first step that had a slot to train
-                for key, value in sorted(state.items()):  # safetensors gives them in any order
+                state = optimizer.state.get(parameter, {})  # empty before the first step that had a slot to train
+                for key, value in sorted(state.items()):  # safetensors returns them in any order
                     if isinstance(value, Tensor):
                         yield f"{names[id(parameter)]}/{key}", value
 
 
 def restore_optimizers(model: Drafter, optimizers: Iterable[torch.optim.Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Put moments back where :func:`optimizer_tensors` took them.
+    """Restore the moments that :func:`optimizer_tensors` returned.
 
     Args:
-        model: The drafter, as it is distributed.
-        optimizers: Its own.
-        tensors: Of all parameters, or of none: before the first step that had a slot to train there are no moments.
+        model: The drafter, after :func:`distribute`.
+        optimizers: The drafter's optimizers.
+        tensors: Moments of all parameters, or none, if no step had a slot to train yet.
     """
     if not tensors:
         return

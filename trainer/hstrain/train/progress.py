@@ -1,4 +1,4 @@
-"""Report a run's progress: one log line per interval, the same as a JSON record, and TensorBoard if asked for."""
+"""Report a run's progress: a log line per interval, the same figures as a JSON record, and optionally TensorBoard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PEAK_FLOPS: tuple[tuple[set[str], float], ...] = (
     ({"B200"}, 2250e12),
     ({"L40S"}, 362e12),
 )
-"""Dense bf16, from the vendor's data sheets, by words of the device's name; the first entry that fits."""
+"""Words of a device's name -> dense bf16 FLOP/s from the vendor's data sheet; the first entry that fits counts."""
 
 
 class Log:
@@ -55,7 +55,7 @@ class Log:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what is done inside, validations and checkpoints, out of the speed of training."""
+        """Do not count the time spent inside (validations, checkpoints) for the speed of training."""
         began = time.monotonic()
         yield
         self._paused += time.monotonic() - began
@@ -70,7 +70,7 @@ class Log:
         self._blocks += record["blocks"]
 
     def line(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
-        """Say a line and return it as a record."""
+        """Print the line of a step and return its record."""
         now = time.monotonic()
         spent = max(now - self._since - self._paused, 1e-9)
         wait, tokens = self.waited / spent, self._tokens / spent
@@ -143,17 +143,17 @@ def step_flops(config: DrafterConfig, *, rows: int, blocks: int) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 peak of a GPU that is known, in FLOP/s, for the model FLOP utilisation (MFU)."""
+    """Return the dense bf16 peak of a GPU in FLOP/s, for the model FLOP utilisation (MFU); None if it is unknown."""
     if device.type != "cuda":
         return None
     words = set(re.split(r"[ -]", torch.cuda.get_device_name(device)))
-    if "MIG" in words:  # a part of one
+    if "MIG" in words:  # only a part of the GPU
         return None
     return next((peak for known, peak in _PEAK_FLOPS if known <= words), None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this process had: of the device, or its resident set."""
+    """Return this process's peak memory: of the device with CUDA, else its resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,8 +1,8 @@
-"""What trains: store, head, drafter and optimizers put together, and one optimizer step.
+"""The trainer: store, head, drafter and optimizers, and one optimizer step.
 
-For each pack of a step, all blocks are drafted and the gradient of the *sum* of the slots' losses is taken; over all
-ranks the weights of the slots are added up, and the gradient is divided by them. So the loss of a step is the mean over
-its slots, however it is cut into packs, and packs into ranks.
+For each pack of a step, all blocks are drafted, and the gradient of the *sum* of the slots' losses is computed. The
+slots' weights are summed over all ranks, and the gradient is divided by that sum. So the loss of a step is the mean
+over its slots, no matter how the samples are divided into packs and the packs among ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ OVERFIT_STEPS = 300
 
 
 class Trainer:
-    """What a run holds: store, head, drafter, optimizers.
+    """The store, head, drafter and optimizers of a run.
 
     Args:
-        manifest: What is trained.
+        manifest: Settings of the run.
         store_path: A complete store.
         world: The ranks.
-        overfit: Train and validate only on this many first samples.
+        overfit: Train and validate only on the first samples, this many; 0 for all.
     """
 
     def __init__(self, manifest: TrainManifest, store_path: Path, world: World, *, overfit: int = 0) -> None:
@@ -64,7 +64,7 @@ class Trainer:
         if not self.train:
             raise InputError(
                 "no-anchors",
-                f"{store_path}: no sample to train on that has a place where a block can begin",
+                f"{store_path}: in none of the samples to train on can a block begin",
                 hint="hscache info shows how many tokens are supervised",
             )
         self.held = self.held[: manifest.run.validation_samples]
@@ -89,7 +89,7 @@ class Trainer:
         return sum(len(self.schedule.steps(epoch)) for epoch in range(self.manifest.optim.epochs))
 
     def stream(self, start: int) -> PackStream:
-        """Return this rank's packs from a step on."""
+        """Return this rank's packs, beginning with a step."""
         return PackStream(
             self.store,
             self.schedule,
@@ -103,13 +103,11 @@ class Trainer:
         )
 
     def begin(self) -> dict[str, Any] | None:
-        """Take the weights that training begins from: those of ``drafter.start``, or random ones, calibrated.
-
-        Every rank reads them. If the starting run itself began from another drafter, that is recorded too.
+        """Load the weights of ``drafter.start`` on every rank, or calibrate random ones.
 
         Returns:
-            What the run records of its start, as plain JSON: ``path``, ``weights`` (a digest), and its own ``start``;
-            None for random weights.
+            The run's record of its starting drafter, as plain JSON: ``path``, ``weights`` (a digest), and the
+            ``start`` of that drafter's own run; None for random weights.
 
         Raises:
             ConfigError: ``start-other-shape``.
@@ -128,9 +126,10 @@ class Trainer:
         return {"path": facts["path"], "weights": weights_digest(weights), "start": before}
 
     def calibrate(self) -> None:
-        """Scale the last norm so that the first logits have the standard deviation that the manifest asks for.
+        """Scale the last norm so that the first logits have the standard deviation ``drafter.logit_std``.
 
-        A fresh drafter through a wide-spread head is far off: SmolLM2 begins at a loss of 22, where guessing is 10.8.
+        Without this, a head with large weights makes extreme logits of random states: a drafter for SmolLM2 starts with
+        a loss of 22, while guessing costs 10.8.
         """
         wanted = self.manifest.drafter.logit_std
         if not wanted:
@@ -151,11 +150,11 @@ class Trainer:
         self.optimizers = make_optimizers(self.drafter, self.manifest.optim)
 
     def autocast(self) -> torch.autocast:
-        """Return the context in which matrix products take the manifest's precision."""
+        """Return a context in which matrix products have the manifest's precision."""
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def hidden(self, pack: Pack, step: int) -> Tensor:
-        """Return what the head reads of every slot, [N, B, H]."""
+        """Return the drafter's states of every slot, [N, B, H], which the head reads."""
         states_TLH = self._noisy(pack, step)
         inputs = block_inputs(pack.anchor_ids_N, self.head.embed_VH, self.config)
         blocks = pack.blocks(self.config.block_size, self.backend)
@@ -172,7 +171,7 @@ class Trainer:
         )
 
     def step(self, step: int, packs: list[Pack]) -> dict[str, Any]:
-        """Do one optimizer step and return what is logged of it; the same on every rank."""
+        """Do one optimizer step and return its figures for the log, the same on every rank."""
         device, K = self.world.device, self.config.block_size - 1
         sums = torch.zeros(5 + 2 * K, dtype=torch.float64, device=device)
         for n, pack in enumerate(packs):
@@ -202,13 +201,13 @@ class Trainer:
         }
 
     def validate(self) -> dict[str, Any]:
-        """Return tau, tau_all and DDTree-8 of the held-out samples; every rank takes its share.
+        """Return tau, tau_all and DDTree-8 of the held-out samples, which the ranks share.
 
-        Samples that cannot be read are left out, and entered into ``unreadable``.
+        Samples that cannot be read are left out and added to ``unreadable``.
         """
         if not self.held:
             return {"samples": 0}
-        shared = self.manifest.run.parallel == "fsdp"  # its ranks must make every forward pass together
+        shared = self.manifest.run.parallel == "fsdp"  # all ranks must take part in every forward pass
         mine = self.held if shared else self.held[self.world.rank :: self.world.size]
         with self.autocast():
             scores = score_store(
@@ -220,7 +219,7 @@ class Trainer:
         return {**summarise(scores), "by_tag": by_tag(scores)}
 
     def _noisy(self, pack: Pack, step: int) -> Tensor:
-        """Return the drafter's copy of the context; targets keep the clean states."""
+        """Return the drafter's copy of the context, with noise; the targets keep the clean states."""
         noise = self.manifest.data.noise
         if not noise:
             return pack.states_TLH
@@ -240,7 +239,7 @@ def _counts(result: BlockLoss, bad: int) -> Tensor:
 
 
 def settled(manifest: TrainManifest, device: torch.device) -> TrainManifest:
-    """Return a manifest whose precision, where it is ``auto``, is the one that suits the device."""
+    """Return a manifest in which the precision ``auto`` is replaced by the one that suits the device."""
     if manifest.run.precision != "auto":
         return manifest
     return with_precision(manifest, {"bfloat16": "bf16", "float32": "fp32"}[pick_dtype("auto", device)])
@@ -253,7 +252,7 @@ def _pack_shape(manifest: TrainManifest, store: Store, taps: tuple[int, ...]) ->
         remedy = {"logit_ids": "logits.topk = 64", "final_state": "states.final_state"}[needed]
         raise InputError(
             "array-absent",
-            f"loss.kind = {kind} needs {needed}, which {store.path} was built without",
-            hint=f"build with {remedy}, or take loss.kind = ce",
+            f"loss.kind = {kind} needs the array {needed}, which {store.path} lacks",
+            hint=f"build a store with {remedy}, or set loss.kind = ce",
         )
     return PackShape(taps, manifest.drafter.block_size, needed == "logit_ids", needed == "final_state")
