@@ -122,6 +122,12 @@ class Interrupted(Exception):
         self.signum = signum
 
 
+def check_stop(stop: Sequence[int]) -> None:
+    """Raise :class:`Interrupted` if a signal has come (:func:`stop_on_signal`)."""
+    if stop:
+        raise Interrupted(stop[0])
+
+
 @contextmanager
 def stop_on_signal() -> Iterator[list[int]]:
     """Append the first SIGINT or SIGTERM to the returned list; a second one has its usual effect."""

@@ -34,6 +34,7 @@ from hscache.store.layout import (
     canonical_json,
     data_file_name,
     group_metadata,
+    is_committed,
     json_digest,
     padding_bytes,
 )
@@ -231,7 +232,7 @@ class ShardWriter:
         }
         write_file(self._directory / "zarr.json", canonical_json(group_metadata(body)))
         published = publish_directory(self._directory, destination)
-        if not published and not (destination / "zarr.json").exists():
+        if not published and not is_committed(destination):
             raise IntegrityError(
                 "store-damaged",
                 f"{destination}: exists without zarr.json, so it is not a shard, but it blocks this one",
