@@ -225,7 +225,7 @@ def _run_batch(
     def route(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = (site.layer, site.op)
         function = candidates.get(key)
-        if function is None:
+        if function is None or site.reference is None:
             return call(site, site.reference or site.bound(), args, kwargs)
         # both get copies: a kernel may write into its inputs
         other = call(site, function, _copies(args), {name: _copy(value) for name, value in kwargs.items()})
@@ -236,7 +236,7 @@ def _run_batch(
         sums[key].add(reference_BTHD, candidate_BTHD, keep_BT)
         return output
 
-    with intercept(model, sites, route, lambda *_: None), torch.inference_mode():
+    with intercept(sites, route, lambda *_: None), torch.inference_mode():
         model(input_ids=input_ids, attention_mask=mask, use_cache=False)
 
 
@@ -270,6 +270,7 @@ def _position_groups(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def _finish(site: Site, candidate: Function, sums: _Sums, limits: Limits | None) -> LocalComparison:
+    assert site.reference is not None
     limits = limits or LIMITS.get(sums.dtype, LIMITS[torch.float32])
     total = sums.distance()
     heads = tuple(sums.distance(heads=slice(h, h + 1)) for h in range(sums.n.shape[0]))
