@@ -34,10 +34,7 @@ def say(text: str) -> None:
 
 
 def emit_json(value: object) -> None:
-    """Write ``value`` to stdout as JSON; the only thing a ``--json`` command prints there.
-
-    Infinities and NaN become strings, since JSON has no numbers for them.
-    """
+    """Write ``value`` to stdout as :func:`plain` JSON; the only thing a ``--json`` command prints there."""
     print(_json_text(value))
 
 
@@ -48,14 +45,15 @@ def write_json(value: object, path: Path) -> None:
 
 
 def _json_text(value: object) -> str:
-    return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def _plain(value: object) -> object:
+def plain(value: Any) -> Any:
+    """Return a value with tuples as lists, and infinities and NaN as strings, since JSON has no numbers for them."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

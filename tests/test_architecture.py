@@ -44,7 +44,7 @@ LEVELS = [
     {"hscache.corpus"},  # generate runs the target
     {"hscache.model"},
     {"hscache.kernels"},
-    {"hscache.health"},
+    {"hscache.health", "hscache.distance"},
     {"hscache.rows"},
     {"hscache.store", "hscache.manifest"},
     {"hscache.device"},
@@ -52,7 +52,7 @@ LEVELS = [
     {"hscache.errors"},
     {"hscache"},  # the version
 ]
-FOR_TRAINER = ("hscache.store", "hscache.manifest", "hscache.errors", "hscache.console", "hscache.device")
+FOR_TRAINER = tuple(f"hscache.{name}" for name in ("store", "manifest", "errors", "console", "device", "distance"))
 RUNS_THE_TARGET = "hstrain.live.target"
 """The one module of the trainer that may also open the target, to decode with it."""
 TO_RUN_IT = ("hscache.model", "hscache.kernels", "hscache.corpus")

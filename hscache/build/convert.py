@@ -31,8 +31,9 @@ from hscache.build.claim import ShardClaims, claim, now, refuse_foreign
 from hscache.build.plan import Plan, manifest_specs
 from hscache.build.space import PACKED, require_space
 from hscache.console import Interrupted, Progress, say, stop_on_signal
+from hscache.distance import CodecError, RowErrors, compare_rows, kl_nats, spread
 from hscache.errors import ConfigError, InputError
-from hscache.health import CodecError, Health, RowErrors, RowStats, compare_rows, kl_nats, reduce_rows, spread
+from hscache.health import Health, RowStats, reduce_rows
 from hscache.manifest import Codec, ResolvedManifest, check_fields
 from hscache.store import lossy
 from hscache.store.durable import Staging, copy_file, disk_errors, publish_directory

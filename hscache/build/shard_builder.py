@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from hscache.build.plan import manifest_specs
 from hscache.console import say
-from hscache.health import CodecError, Health
+from hscache.distance import CodecError
+from hscache.health import Health
 from hscache.manifest import ResolvedManifest
 from hscache.store import lossy
 from hscache.store.shard_writer import ShardWriter

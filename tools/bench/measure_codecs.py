@@ -35,7 +35,7 @@ import torch
 
 import hscache
 from hscache.console import say, table
-from hscache.health import compare_rows, kl_nats
+from hscache.distance import compare_rows, kl_nats
 from hscache.store import lossy
 from hscache.store.head import load_head
 
