@@ -123,10 +123,10 @@ def plan(
     Example: hscache plan manifests/build/qwen3.6-27b.toml --set corpus.path=corpus.parquet
     """
     from hscache.build.plan import plan_rows
-    from hscache.build.space import require_space
+    from hscache.build.space import plan_json, require_space
     from hscache.corpus.readers import read_corpus
     from hscache.model.facts import resolve_manifest
-    from hscache.report import plan_json, print_plan
+    from hscache.report import print_plan
 
     parsed, where = _manifest(manifest, set_), out or Path()
     resolved, _ = resolve_manifest(parsed, download=False)
@@ -207,9 +207,12 @@ def verify(
 
     Example: hscache verify runs/demo/store --recompute 4
     """
+    from functools import partial
+
+    from hscache.audit.states import parse_kernels, verify_with_states
     from hscache.audit.verify import verify as run_verify
     from hscache.errors import HscacheError
-    from hscache.report import parse_kernels, print_verify, verify_with_states
+    from hscache.report import print_verify, show_comparison
 
     if kernels:
         parse_kernels(kernels)  # before the whole store is read
@@ -219,7 +222,7 @@ def verify(
     try:
         states = verify_with_states(
             report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target,
-            device=device, plot=plot, show=not json,
+            device=device, show=partial(show_comparison, tables=not json, plot=plot),
         )  # fmt: skip
     except HscacheError as error:
         if report.ok:
@@ -302,7 +305,8 @@ def info(store: StoreArgument, json: Json = False) -> None:
 
     Example: hscache info runs/demo/store
     """
-    from hscache.report import print_info, store_info
+    from hscache.report import print_info
+    from hscache.store.info import store_info
 
     facts = store_info(store)
     if json:

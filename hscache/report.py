@@ -1,72 +1,21 @@
-"""What a plan or a store looks like on one screen, and as JSON."""
+"""What a plan, a store or a comparison looks like on one screen: only printing and drawing."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.compute as pc
-
-from hscache.audit.verify import Finding, VerifyReport
-from hscache.build.plan import Plan, array_bytes, manifest_specs
-from hscache.build.run import BuildReport
-from hscache.build.space import bytes_needed, free_bytes, target_bytes
 from hscache.console import duration, facts, new_figure, say, size, table
-from hscache.errors import ConfigError, IntegrityError
-from hscache.manifest import ResolvedManifest
-from hscache.store.index import committed_shards, load_index, read_manifest, read_shard, table_digest
-from hscache.store.layout import StorePaths
-from hscache.store.reader import coarsest_codec, codecs_of
 
 if TYPE_CHECKING:
-    from hscache.audit.compare import Comparison, KernelsReport, Path_
+    from hscache.audit.compare import Comparison, KernelsReport
+    from hscache.audit.verify import VerifyReport
     from hscache.build.convert import ConvertReport
     from hscache.build.repair import RepairReport
+    from hscache.build.run import BuildReport
+    from hscache.manifest import ResolvedManifest
 
 _SHOWN_VERSIONS = ("transformers", "torch", "flash-linear-attention", "causal-conv1d")
-
-
-def plan_json(plan: Plan, manifest: ResolvedManifest, out: Path) -> dict[str, Any]:
-    """Return a plan's totals and sizes as plain JSON.
-
-    Args:
-        plan: The plan.
-        manifest: With resolved taps and shape.
-        out: Directory where the store would be.
-    """
-    arrays = array_bytes(plan, manifest_specs(manifest, manifest.target.shape.hidden_size))
-    shards = len(plan.batches)
-    same = _is_planned(out, plan)
-    done = set(committed_shards(out)) & set(range(shards)) if same else set()
-    todo, no_target = sorted(set(range(shards)) - done), not (same and StorePaths(out).target.exists())
-    return {
-        **plan.totals,
-        "rejected_reasons": plan.reasons(),
-        "arrays": [
-            {"name": a.name, "bytes_per_row": a.per_row, "rows": a.axis, "bytes": a.data, "file_bytes": a.files}
-            for a in arrays
-        ],
-        "bytes_per_token": {a.name: a.per_row for a in arrays if a.axis == "tokens"},
-        "total_bytes": sum(a.data for a in arrays),
-        "total_file_bytes": sum(a.files for a in arrays),
-        "shards": shards,
-        "shards_committed": len(done),
-        "files": shards * (2 * len(arrays) + 1),
-        "batches": sum(len(batches) for batches in plan.batches),
-        "target_bytes": target_bytes(manifest),
-        "needed_bytes": bytes_needed(plan, manifest, todo, target=no_target),
-        "least_bytes": bytes_needed(plan, manifest, todo, target=no_target, least=True),
-        "free_bytes": free_bytes(out),
-        "taps": list(manifest.states.taps),
-        "codec": manifest.store.codec,
-    }
-
-
-def _is_planned(out: Path, plan: Plan) -> bool:
-    """Return whether a store was begun with this plan; shards of another plan do not count as committed."""
-    return StorePaths(out).manifest.exists() and read_manifest(out)["plan"]["digest"] == table_digest(plan.table)
 
 
 def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> None:
@@ -153,85 +102,25 @@ def print_repair(report: RepairReport) -> None:
     say(f"{report.store}: found {found}; built {len(report.rebuilt)} shards again; {state}")
 
 
-def verify_with_states(
-    report: VerifyReport,
-    *,
-    recompute: int = 0,
-    kernels: str | None = None,
-    against: Path | None = None,
-    samples: int = 8,
-    target: Path | None = None,
-    device: str | None = None,
-    plot: Path | None = None,
-    show: bool = True,
-) -> dict[str, Any]:
-    """Compare states as asked, add findings to the report, and return the comparisons as plain JSON.
+def show_comparison(title: str, found: Comparison | KernelsReport, *, tables: bool = True, plot: Path | None) -> None:
+    """Show the distance of two sets of states, or of two kernel paths.
 
     Args:
-        report: Result of the integrity check; findings are added to it.
-        recompute: Samples to run again.
-        kernels: ``reference,candidate``.
-        against: Another store.
-        samples: Samples for ``kernels`` and ``against``.
-        target: Checkpoint directory; None for the manifest's.
-        device: Device to run on.
-        plot: PNG to write for ``kernels``.
-        show: Print tables to stdout.
-
-    Raises:
-        ConfigError: ``kernel-choice``.
+        title: What was compared with what.
+        found: The comparison.
+        tables: Print tables.
+        plot: PNG to write for kernel paths.
     """
-    if not (recompute or kernels or against):
-        return {}
-    import hscache
-    from hscache.audit import compare
+    from hscache.audit.compare import Comparison
 
-    store, out = hscache.open(report.store), {}
-    if recompute:
-        again = compare.recompute(store, recompute, target=target, device=device)
-        bad = compare.fault(again, coarsest_codec(store.manifest))
-        exact = min(tap.equal for tap in again.taps)
-        sentence = f"recomputed {again.samples} samples alone: " + (bad or f"the stored states, {exact:.2%} bit by bit")
-        out["recompute"] = {**asdict(again), "sentence": sentence}
-        if bad:
-            report.findings.append(Finding("recompute-differs", again.worst_sample, bad))
-        if show:
-            _print_distances("stored against recomputed", again)
-    if kernels:
-        two = compare.kernels(store, parse_kernels(kernels), samples, target=target, device=device)
-        out["kernels"] = two.to_json()
-        if not two.agree:
-            report.findings.append(Finding("kernels-differ", kernels, two.sentence))
-        if show:
-            _print_kernels(two)
-        if plot:
-            plot_kernels(two, plot)
-    if against:
-        other = compare.against(store, hscache.open(against), samples)
-        codecs = {coarsest_codec(document) for document in (store.manifest, read_manifest(against))}
-        lossy_ones = sorted(codecs - {"raw"})  # int4, the coarser, first
-        bad = compare.fault(other, [*lossy_ones, "raw"][0])
-        exact = min(tap.equal for tap in other.taps)
-        same = f"the same states up to the error of {' and '.join(lossy_ones)}" if lossy_ones else "the same states"
-        sentence = f"against {against}, {other.samples} samples: " + (bad or f"{same}, {exact:.2%} bit by bit")
-        out["against"] = {**asdict(other), "sentence": sentence}
-        if bad:
-            report.findings.append(Finding("stores-differ", str(against), bad))
-        if show:
-            _print_distances(f"{report.store} against {against}", other)
-    return out
-
-
-def parse_kernels(text: str) -> tuple[Path_, Path_]:
-    """Return reference and candidate of ``--kernels``.
-
-    Raises:
-        ConfigError: ``kernel-choice``.
-    """
-    paths = tuple(text.split(","))
-    if len(paths) != 2 or not set(paths) <= {"torch", "fla", "bound"}:
-        raise ConfigError("kernel-choice", f"--kernels {text}: expected two of torch, fla, bound", hint="torch,fla")
-    return paths  # type: ignore[return-value]
+    if isinstance(found, Comparison):
+        if tables:
+            _print_distances(title, found)
+        return
+    if tables:
+        _print_kernels(title, found)
+    if plot is not None:
+        plot_kernels(found, plot)
 
 
 def _print_distances(title: str, comparison: Comparison, ratios: list[float] | None = None) -> None:
@@ -248,8 +137,7 @@ def _print_distances(title: str, comparison: Comparison, ratios: list[float] | N
         print(f"first choice equal {comparison.top1:.2%}, KL {comparison.kl_nats:.2e} nats")
 
 
-def _print_kernels(report: KernelsReport) -> None:
-    reference, candidate = report.paths
+def _print_kernels(title: str, report: KernelsReport) -> None:
     if report.local:
         rows = [
             [
@@ -260,9 +148,10 @@ def _print_kernels(report: KernelsReport) -> None:
             for c in report.local
         ]  # fmt: skip
         columns = ("layer", "op", "1-cos mean", "max", "rel Frobenius", "norm ratio", "")
-        table(f"{candidate} against {reference}, same inputs to both", columns, rows, right=(0, 2, 3, 4, 5))
-    _print_distances(f"{candidate} against {reference}, end to end", report.end_to_end, report.ratios)
-    _print_distances(f"noise floor: {reference} in the store's precision against the next wider one", report.floor)
+        table(f"{title}, same inputs to both", columns, rows, right=(0, 2, 3, 4, 5))
+    _print_distances(f"{title}, end to end", report.end_to_end, report.ratios)
+    floor = f"noise floor: {report.paths[0]} in the store's precision against the next wider one"
+    _print_distances(floor, report.floor)
 
 
 def plot_kernels(report: KernelsReport, path: Path) -> None:
@@ -288,43 +177,6 @@ def plot_kernels(report: KernelsReport, path: Path) -> None:
     )
     axes.legend()
     figure.savefig(path, dpi=110)
-
-
-def store_info(root: Path) -> dict[str, Any]:
-    """Return what a store is: origin, shape, counts, sizes, provenance."""
-    document, paths = read_manifest(root), StorePaths(root)
-    index = load_index(root)
-    good = index.filter(pc.equal(index["status"], "ok"))
-    rejected = index.filter(pc.equal(index["status"], "rejected"))
-    shards = committed_shards(root)
-    records = [read_shard(paths.shard(shard), whole=True) for shard in shards]
-    first = records[0] if records else None
-    return {
-        "store": str(root),
-        "format_version": document["format_version"],
-        "created": document["created"],
-        "target": {"path": document["manifest"]["target"]["path"], **document["target"]["shape"]},
-        "dtype": document["manifest"]["target"]["dtype"],
-        "taps": document["manifest"]["states"]["taps"],
-        "final_state": document["manifest"]["states"]["final_state"],
-        "topk": document["manifest"]["logits"]["topk"],
-        "codec": document["manifest"]["store"]["codec"],
-        "codecs_before": codecs_of(document)[1:],
-        "corpus": {"path": document["manifest"]["corpus"]["path"], **document["corpus"]},
-        "shards": len(shards),
-        "shards_planned": document["plan"]["shards"],
-        "samples": good.num_rows,
-        "tokens": pc.sum(good["n_tokens"]).as_py() or 0,
-        "loss_tokens": pc.sum(good["n_loss"]).as_py() or 0,
-        "tags": dict(Counter(tag for tag in good["tag"].to_pylist() if tag).most_common()),
-        "rejected": dict(Counter(rejected["reason"].to_pylist())),
-        "shard_bytes": sum(entry["bytes"] for record in records for entry in record["files"].values()),
-        "target_bytes": sum(p.stat().st_size for p in paths.target.glob("*")) if paths.target.exists() else 0,
-        "kernel_paths": sorted({record["provenance"]["kernels"]["path_id"] for record in records}),
-        "provenance": first["provenance"] if first else None,
-        "typical_rms": first["health"]["typical_rms"] if first else None,
-        "codec_error": _codec_error([record["health"]["codec"] for record in records if record["health"].get("codec")]),
-    }
 
 
 def print_info(info: dict[str, Any]) -> None:
@@ -374,35 +226,6 @@ def print_info(info: dict[str, Any]) -> None:
             ("", "worst token's cosine " + " ".join(f"{x:.5f}" for x in error["worst_cosine"]) + kl),
         ]
     facts(f"{info['store']}: format v{info['format_version']}, {state}", pairs)
-
-
-def _codec_error(records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the error of a lossy codec over all shards; the 99th percentile is that of the worst shard."""
-    records = [record for record in records if record["tokens"]]
-    if not records:
-        return None
-    columns_of = {len(record["rel_l2"]) for record in records}
-    if len(columns_of) > 1:
-        raise IntegrityError(
-            "store-damaged",
-            f"shards record the codec's error for different numbers of taps: {sorted(columns_of)}",
-            hint="hscache verify STORE --level full",
-        )
-    tokens, kl_rows = (sum(record[name] for record in records) for name in ("tokens", "kl_rows"))
-
-    def columns(name: str) -> list[tuple[float, ...]]:
-        return list(zip(*(record[name] for record in records), strict=True))
-
-    weights = [record["tokens"] / tokens for record in records]
-    kl = [record["kl_nats"] * record["kl_rows"] / kl_rows for record in records if record["kl_rows"]]
-    return {
-        "tokens": tokens,
-        "rel_l2": [sum(x * w for x, w in zip(column, weights, strict=True)) for column in columns("rel_l2")],
-        "rel_l2_p99": [max(column) for column in columns("rel_l2_p99")],
-        "worst_cosine": [min(column) for column in columns("worst_cosine")],
-        "kl_nats": sum(kl) if kl else None,
-        "kl_rows": kl_rows,
-    }
 
 
 def _percents(numbers: list[float]) -> str:
