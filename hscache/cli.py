@@ -132,10 +132,7 @@ def plan(
     resolved, _ = resolve_manifest(parsed, download=False)
     made = plan_rows(read_corpus(Path(resolved.corpus.path).expanduser()), resolved)
     numbers = plan_json(made, resolved, where)
-    if json:
-        emit_json(numbers)
-    else:
-        print_plan(numbers, resolved, where)
+    emit_json(numbers) if json else print_plan(numbers, resolved, where)
     require_space(numbers["least_bytes"], where)
 
 
@@ -166,8 +163,6 @@ def build(
 
     Example: hscache build manifests/build/demo.toml --out runs/demo/store
     """
-    from dataclasses import asdict
-
     from hscache.build.run import KernelPolicy
     from hscache.build.run import build as run_build
     from hscache.report import print_build
@@ -181,7 +176,7 @@ def build(
             kernels=KernelPolicy(kernels, allow_fallback, accept_path),
         )
     if json:
-        emit_json(asdict(report))
+        emit_json(report)
     print_build(report)
     _exit_if(bool(report.rejected))
 
@@ -255,8 +250,6 @@ def repair(
 
     Example: hscache repair runs/demo/store
     """
-    from dataclasses import asdict
-
     from hscache.build.repair import repair as run_repair
     from hscache.build.run import KernelPolicy
     from hscache.report import print_repair
@@ -265,7 +258,7 @@ def repair(
     with resumable("shards not rebuilt yet are unchanged"):
         report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
     if json:
-        emit_json(asdict(report))
+        emit_json(report)
     print_repair(report)
     _exit_if(not report.ok)
 
@@ -286,8 +279,6 @@ def convert(
 
     Example: hscache convert runs/demo/store --out runs/demo/int8 --codec int8
     """
-    from dataclasses import asdict
-
     from hscache.build.convert import Change
     from hscache.build.convert import convert as run_convert
     from hscache.report import print_convert
@@ -295,7 +286,7 @@ def convert(
     with resumable("the committed shards are whole"):
         report = run_convert(store, out, Change(codec, _numbers(taps), not no_final_state, topk))
     if json:
-        emit_json(asdict(report))
+        emit_json(report)
     print_convert(report)
 
 
@@ -309,10 +300,7 @@ def info(store: StoreArgument, json: Json = False) -> None:
     from hscache.store.info import store_info
 
     facts = store_info(store)
-    if json:
-        emit_json(facts)
-    else:
-        print_info(facts)
+    emit_json(facts) if json else print_info(facts)
 
 
 @app.command()
@@ -334,10 +322,7 @@ def doctor(
     if target is not None:
         directory = resolve_path(TargetSpec(path=target), download=False) or Path(target).expanduser()
     diagnosis = diagnose(directory)
-    if json:
-        emit_json(diagnosis.to_json())
-    else:
-        print(render(diagnosis), end="")
+    emit_json(diagnosis.to_json()) if json else print(render(diagnosis), end="")
     _exit_if(not diagnosis.ok)
 
 

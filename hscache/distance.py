@@ -13,7 +13,7 @@ Shape suffixes: N tokens, B batch, T tokens of a sequence, C columns (taps or he
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,9 +99,9 @@ class Sums:
     def __init__(self, columns: int) -> None:
         import torch
 
-        self._n, self._apart, self._largest, self._difference, self._reference, self._other = torch.zeros(
-            6, columns, len(POSITIONS), dtype=torch.float64
-        )
+        # vectors, and the sums of the fields of Pairs
+        self._sums = torch.zeros(1 + len(fields(Pairs)), columns, len(POSITIONS), dtype=torch.float64)
+        self._largest = torch.zeros(columns, len(POSITIONS), dtype=torch.float64)
 
     def add(self, pairs: Pairs, keep_BT: torch.Tensor | None = None, largest: torch.Tensor | None = None) -> None:
         """Count pairs of vectors.
@@ -113,45 +113,37 @@ class Sums:
         """
         import torch
 
-        apart = pairs.apart
-        if keep_BT is None:
-            keep_BT = torch.ones(apart.shape[:2], dtype=torch.bool, device=apart.device)
-        largest = apart if largest is None else largest
-        groups_T = position_groups(apart.shape[1]).to(apart.device)
+        values = torch.stack([torch.ones_like(pairs.apart), *vars(pairs).values()])
+        largest = pairs.apart if largest is None else largest
+        groups_T = position_groups(largest.shape[1]).to(largest.device)
         for group in range(len(POSITIONS)):
-            rows = keep_BT & (groups_T == group)
-            if not bool(rows.any()):
-                continue
-            self._n[:, group] += float(rows.sum())
-            for total, values in (
-                (self._apart, apart),
-                (self._difference, pairs.difference),
-                (self._reference, pairs.reference),
-                (self._other, pairs.other),
-            ):
-                total[:, group] += values[rows].sum(0).cpu()
-            self._largest[:, group] = torch.maximum(self._largest[:, group], largest[rows].amax(0).cpu())
+            rows = (groups_T == group).expand(largest.shape[:2])
+            rows = rows if keep_BT is None else rows & keep_BT
+            if bool(rows.any()):
+                self._sums[..., group] += values[:, rows].sum(1).cpu()
+                self._largest[:, group] = torch.maximum(self._largest[:, group], largest[rows].amax(0).cpu())
 
     def distance(self, column: int | None = None) -> Distance:
         """Return the distance of all vectors, or of those of one column."""
-        columns = slice(None) if column is None else slice(column, column + 1)
-        return self._distance(columns, slice(None))
+        columns = slice(column, None if column is None else column + 1)
+        return _distance(self._sums[:, columns], self._largest[columns])
 
     def by_position(self, column: int | None = None) -> dict[str, Distance]:
         """Return the distance of each group of :data:`POSITIONS` that has vectors."""
-        columns = slice(None) if column is None else slice(column, column + 1)
-        groups = {name: self._distance(columns, slice(g, g + 1)) for g, name in enumerate(POSITIONS)}
+        columns = slice(column, None if column is None else column + 1)
+        groups = {
+            name: _distance(self._sums[:, columns, group], self._largest[columns, group])
+            for group, name in enumerate(POSITIONS)
+        }
         return {name: distance for name, distance in groups.items() if distance.vectors}
 
-    def _distance(self, columns: slice, groups: slice) -> Distance:
-        n, apart, difference, reference, other = (
-            float(total[columns, groups].sum())
-            for total in (self._n, self._apart, self._difference, self._reference, self._other)
-        )
-        if not n:
-            return Distance(0, 0.0, 0.0, 0.0, 1.0)
-        largest = float(self._largest[columns, groups].max())
-        return Distance(round(n), apart / n, largest, _root_ratio(difference, reference), _root_ratio(other, reference))
+
+def _distance(sums: torch.Tensor, largest: torch.Tensor) -> Distance:
+    n, apart, difference, reference, other = sums.flatten(1).sum(1).tolist()
+    if not n:
+        return Distance(0, 0.0, 0.0, 0.0, 1.0)
+    ratios = _root_ratio(difference, reference), _root_ratio(other, reference)
+    return Distance(round(n), apart / n, float(largest.max()), *ratios)
 
 
 def position_groups(tokens: int) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hscache.console import duration, facts, new_figure, say, size, table
+from hscache.build.space import PACKED
+from hscache.console import Column, counts, duration, facts, figures, new_figure, say, size, table
 
 if TYPE_CHECKING:
     from hscache.audit.compare import Comparison, KernelsReport
@@ -20,24 +22,17 @@ _SHOWN_VERSIONS = ("transformers", "torch", "flash-linear-attention", "causal-co
 
 def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> None:
     """Print a plan's JSON form as a table."""
-    rows = [
-        (a["name"], f"{a['bytes_per_row']:,}", a["rows"], f"{a['bytes']:,}", size(a["file_bytes"]))
-        for a in plan["arrays"]
-    ]
-    rows.append(("total", "", "", f"{plan['total_bytes']:,}", size(plan["total_file_bytes"])))
-    rows.append(("target/", "", "", f"{plan['target_bytes']:,}", size(plan["target_bytes"])))
-    table(
-        f"{manifest.target.path}, taps {plan['taps']}", ("array", "bytes/row", "rows", "bytes", "on disk"), rows,
-        right=(1, 3, 4),
-    )  # fmt: skip
-    padding = plan["padded_tokens"] / plan["tokens"] - 1
-    packed = (
-        "" if plan["codec"] not in ("lz4", "zstd") else f"; codec {plan['codec']} makes the states smaller than shown"
-    )
+    rows = [(a["name"], a["bytes_per_row"], a["rows"], a["bytes"], size(a["file_bytes"])) for a in plan["arrays"]]
+    rows.append(("total", None, None, plan["total_bytes"], size(plan["total_file_bytes"])))
+    rows.append(("target/", None, None, plan["target_bytes"], size(plan["target_bytes"])))
+    columns: list[Column] = ["array", ("bytes/row", ","), "rows", ("bytes", ","), ("on disk", ">")]
+    table(f"{manifest.target.path}, taps {plan['taps']}", columns, rows)
+    padding, codec = plan["padded_tokens"] / plan["tokens"] - 1, plan["codec"]
+    packed = f"; codec {codec} makes the states smaller than shown" if codec in PACKED else ""
     facts(
         "plan",
         [
-            ("rows", f"{plan['rows']:,} ({_reasons(plan['rejected_reasons'])})"),
+            ("rows", f"{plan['rows']:,} ({_rejected(plan['rejected_reasons'])})"),
             ("samples", f"{plan['samples']:,}"),
             ("tokens", f"{plan['tokens']:,}, {plan['loss_tokens']:,} supervised"),
             ("forward", f"{plan['batches']:,} batches, {padding:.1%} padding"),
@@ -49,7 +44,6 @@ def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> N
 
 def print_build(report: BuildReport) -> None:
     """Print what a build did."""
-    rejected = sum(report.rejected.values())
     what = f"{report.built} shards built" if report.built else "nothing left to build, all shards are complete"
     rate = f", {report.tokens / report.capture_seconds:,.0f} tokens/s" if report.built == report.shards else ""
     say(f"{report.store}: {what} in {duration(report.seconds)}{rate}")
@@ -57,8 +51,9 @@ def print_build(report: BuildReport) -> None:
         f"{report.samples:,} samples, {report.tokens:,} tokens ({report.loss_tokens:,} supervised), "
         f"{report.shards} shards, {size(report.bytes)}"
     )
-    if rejected:
-        say(f"{rejected} rows rejected: {_reasons(report.rejected)}; reasons in {report.store}/index.parquet")
+    if report.rejected:
+        n = sum(report.rejected.values())
+        say(f"{n} rows rejected: {counts(report.rejected)}; reasons in {report.store}/index.parquet")
 
 
 def print_convert(report: ConvertReport) -> None:
@@ -97,9 +92,8 @@ def print_repair(report: RepairReport) -> None:
     if not report.found:
         say(f"{report.store}: nothing to repair")
         return
-    found = ", ".join(f"{n} {code}" for code, n in sorted(report.found.items()))
     state = "whole and right now" if report.ok else "still damaged: hscache verify says what is left"
-    say(f"{report.store}: found {found}; built {len(report.rebuilt)} shards again; {state}")
+    say(f"{report.store}: found {counts(report.found)}; built {len(report.rebuilt)} shards again; {state}")
 
 
 def show_comparison(title: str, found: Comparison | KernelsReport, *, tables: bool = True, plot: Path | None) -> None:
@@ -124,31 +118,32 @@ def show_comparison(title: str, found: Comparison | KernelsReport, *, tables: bo
 
 
 def _print_distances(title: str, comparison: Comparison, ratios: list[float] | None = None) -> None:
-    columns = ["tap", "1-cos mean", "p99", "max", "rel L2", "norm ratio", "bits equal", *comparison.taps[0].by_position]
-    rows: list[list[object]] = []
-    for i, tap in enumerate(comparison.taps):
-        numbers = [f"{x:.1e}" for x in (tap.mean, tap.p99, tap.max, tap.rel_l2)]
-        by_position = [f"{x:.1e}" for x in tap.by_position.values()]
-        rows.append([tap.name, *numbers, f"{tap.norm_ratio:.5f}", f"{tap.equal:.1%}", *by_position])
-        if ratios is not None:
-            rows[-1].append(f"{ratios[i]:.2g}")
-    table(title, columns + (["x floor"] if ratios is not None else []), rows, right=range(1, len(columns) + 1))
+    taps = comparison.taps
+    small = ("1-cos mean", "p99", "max", "rel L2")
+    columns: list[Column] = ["tap", *((name, ".1e") for name in small), ("norm ratio", ".5f")]
+    columns += [("bits equal", ".1%"), *((name, ".1e") for name in taps[0].by_position)]
+    rows: list[list[object]] = [
+        [t.name, t.mean, t.p99, t.max, t.rel_l2, t.norm_ratio, t.equal, *t.by_position.values()] for t in taps
+    ]
+    if ratios is not None:
+        columns.append(("x floor", ".2g"))
+        rows = [[*row, ratio] for row, ratio in zip(rows, ratios, strict=True)]
+    table(title, columns, rows)
     if comparison.top1 is not None:
         print(f"first choice equal {comparison.top1:.2%}, KL {comparison.kl_nats:.2e} nats")
 
 
 def _print_kernels(title: str, report: KernelsReport) -> None:
     if report.local:
+        forms = {"1-cos mean": ".1e", "max": ".1e", "rel Frobenius": ".1e", "norm ratio": ".7g"}
         rows = [
             [
-                c.layer_index, c.op, f"{c.total.one_minus_cos_mean:.1e}", f"{c.total.one_minus_cos_max:.1e}",
-                f"{c.total.rel_frobenius:.1e}", f"{c.total.norm_ratio:.7g}",
-                "ok" if c.ok else f"{', '.join(c.beyond)} heads {list(c.bad_heads)}",
+                c.layer_index, c.op, c.total.one_minus_cos_mean, c.total.one_minus_cos_max, c.total.rel_frobenius,
+                c.total.norm_ratio, "ok" if c.ok else f"{', '.join(c.beyond)} heads {list(c.bad_heads)}",
             ]
             for c in report.local
         ]  # fmt: skip
-        columns = ("layer", "op", "1-cos mean", "max", "rel Frobenius", "norm ratio", "")
-        table(f"{title}, same inputs to both", columns, rows, right=(0, 2, 3, 4, 5))
+        table(f"{title}, same inputs to both", [("layer", "d"), "op", *forms.items(), ""], rows)
     _print_distances(f"{title}, end to end", report.end_to_end, report.ratios)
     floor = f"noise floor: {report.paths[0]} in the store's precision against the next wider one"
     _print_distances(floor, report.floor)
@@ -181,56 +176,44 @@ def plot_kernels(report: KernelsReport, path: Path) -> None:
 
 def print_info(info: dict[str, Any]) -> None:
     """Print a store's facts on one screen."""
-    target = info["target"]
+    target, corpus = info["target"], info["corpus"]
     state = "complete" if info["shards"] == info["shards_planned"] else "UNFINISHED"
+    shape = f"{target['num_layers']} layers, H {target['hidden_size']}, V {target['vocab_size']}"
     logits = f"top-{info['topk']} with logsumexp" if info["topk"] else "none"
-    pairs = [
-        (
-            "target",
-            f"{target['path']} ({target['num_layers']} layers, H {target['hidden_size']}, V {target['vocab_size']})",
-        ),
+    codecs = ", from ".join([info["codec"], *info["codecs_before"]])
+    pairs: list[tuple[str, object]] = [
+        ("target", f"{target['path']} ({shape})"),
         ("states", f"taps {info['taps']}, final state {'yes' if info['final_state'] else 'no'}, logits {logits}"),
-        ("corpus", f"{info['corpus']['path']}, {info['corpus']['rows']:,} rows"),
-        ("samples", f"{info['samples']:,} ({_reasons(info['rejected'])})"),
+        ("corpus", f"{corpus['path']}, {corpus['rows']:,} rows"),
+        ("samples", f"{info['samples']:,} ({_rejected(info['rejected'])})"),
         ("tokens", f"{info['tokens']:,}, {info['loss_tokens']:,} supervised"),
-        ("tags", ", ".join(f"{tag} {n}" for tag, n in info["tags"].items()) or "none"),
-        (
-            "shards",
-            f"{info['shards']} of {info['shards_planned']}, {size(info['shard_bytes'])}, codec {info['codec']}"
-            + "".join(f", from {codec}" for codec in info["codecs_before"]),
-        ),
+        ("tags", figures(info["tags"]) or "none"),
+        ("shards", f"{info['shards']} of {info['shards_planned']}, {size(info['shard_bytes'])}, codec {codecs}"),
         ("target/", size(info["target_bytes"])),
     ]
-    if info["provenance"]:
-        made = info["provenance"]
-        versions = made["versions"]
-        head = made["load"]
+    if made := info["provenance"]:
+        load = made["load"]
+        versions = {name: str(made["versions"].get(name)) for name in _SHOWN_VERSIONS}
         pairs += [
-            ("ran on", f"{made['device']}, {info['dtype']}, {head['attn_implementation']} attention"),
+            ("ran on", f"{made['device']}, {info['dtype']}, {load['attn_implementation']} attention"),
             ("kernels", f"{made['kernels']['path']} [{', '.join(info['kernel_paths'])}]"),
-            ("with", ", ".join(f"{name} {versions.get(name)}" for name in _SHOWN_VERSIONS)),
-            ("norm", f"{head['norm_kind']}, head scale {head['head']['scale']:g}, softcap {head['head']['softcap']}"),
-            (
-                "magnitude",
-                " ".join(f"{x:.3g}" for x in info["typical_rms"]) + "  (typical RMS per tap, final state last)",
-            ),
+            ("with", figures(versions)),
+            ("norm", f"{load['norm_kind']}, head scale {load['head']['scale']:g}, softcap {load['head']['softcap']}"),
+            ("magnitude", f"{_row(info['typical_rms'], '.3g')}  (typical RMS per tap, final state last)"),
         ]
-    if info["codec_error"]:
-        error = info["codec_error"]
+    if error := info["codec_error"]:
+        rel_l2, p99 = (_row((100 * x for x in error[name]), ".2g") for name in ("rel_l2", "rel_l2_p99"))
         kl = "" if error["kl_nats"] is None else f"; KL {error['kl_nats']:.1e} nats over {error['kl_rows']} tokens"
         pairs += [
-            (
-                "lossy",
-                "relative L2 error " + _percents(error["rel_l2"]) + f", 99 % below {_percents(error['rel_l2_p99'])}",
-            ),
-            ("", "worst token's cosine " + " ".join(f"{x:.5f}" for x in error["worst_cosine"]) + kl),
+            ("lossy", f"relative L2 error {rel_l2} %, 99 % below {p99} %"),
+            ("", f"worst token's cosine {_row(error['worst_cosine'], '.5f')}{kl}"),
         ]
     facts(f"{info['store']}: format v{info['format_version']}, {state}", pairs)
 
 
-def _percents(numbers: list[float]) -> str:
-    return " ".join(f"{100 * x:.2g}" for x in numbers) + " %"
+def _row(numbers: Iterable[float], form: str) -> str:
+    return " ".join(format(number, form) for number in numbers)
 
 
-def _reasons(reasons: dict[str, int]) -> str:
-    return ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items())) if reasons else "none rejected"
+def _rejected(reasons: dict[str, int]) -> str:
+    return counts(reasons) or "none rejected"

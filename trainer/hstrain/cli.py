@@ -73,9 +73,7 @@ def inspect(
         return
     head, complete = numbers["head"], numbers["complete"]
     facts(
-        f"{store}: a drafter can be trained on"
-        if complete
-        else f"{store}: once it is complete, a drafter can be trained on",
+        f"{store}: {'' if complete else 'once it is complete, '}a drafter can be trained on",
         [
             ("complete", "yes" if complete else "no: hscache build completes it"),
             ("context", f"taps {numbers['taps']}, {numbers['context_width']} numbers a token"),
@@ -117,8 +115,6 @@ def fit(
 
     Example: hstrain fit manifests/train/demo.toml --store runs/demo/store --out runs/demo/drafter
     """
-    from dataclasses import asdict
-
     from hstrain.manifest import load_train_manifest
     from hstrain.train.parallel import first_rank
 
@@ -128,7 +124,7 @@ def fit(
 
         numbers = estimate(parsed, store, device=device)
         if first_rank():
-            _print_estimate(numbers, json=json)
+            emit_json(numbers) if json else _print_estimate(numbers)
         return
     if out is None:
         raise typer.BadParameter("--out is needed, but for a --dry-run")
@@ -138,7 +134,7 @@ def fit(
         report = run_fit(parsed, store, out, device=device, overfit=overfit, tensorboard=tensorboard)
     if first_rank():
         if json:
-            emit_json(asdict(report))
+            emit_json(report)
         say(report.text())
     if overfit and report.overfit_at is None:
         raise typer.Exit(1)
@@ -263,10 +259,7 @@ def import_(
     from hstrain.exchange.importer import import_drafter
 
     found = import_drafter(checkpoint, store, out, set_ or ())
-    if json:
-        emit_json(found)
-    else:
-        _print_import(found)
+    emit_json(found) if json else _print_import(found)
     if out is not None:
         say(f"{out}: hstrain fit {out} --store {store} --out RUN continues its training")
 
@@ -323,10 +316,7 @@ def doctor(
     from hstrain.doctor import diagnose, print_diagnosis, to_json
 
     found = diagnose(checkpoint, store, target=target, dtype=dtype, device=device)
-    if json:
-        emit_json(to_json(found))
-    else:
-        print_diagnosis(found)
+    emit_json(to_json(found)) if json else print_diagnosis(found)
     if any(fact.grave and not fact.same for fact in found):
         raise typer.Exit(1)
 
@@ -403,10 +393,9 @@ def _print_import(found: dict[str, Any]) -> None:
     facts(f"{found['checkpoint']}: a drafter for {found['store']}", pairs)
 
 
-def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:
-    if json:
-        emit_json(numbers)
-        return
+def _print_estimate(numbers: dict[str, Any]) -> None:
+    memory, host = size(numbers["memory_bytes"]), size(numbers["host_memory_bytes"])
+    hours = duration(numbers["hours"] * 3600)
     facts(
         "this run would take",
         [
@@ -414,19 +403,9 @@ def _print_estimate(numbers: dict[str, Any], *, json: bool) -> None:
             ("samples", f"{numbers['train_samples']:,} to train on, {numbers['validation_samples']:,} to validate"),
             ("an epoch", f"{numbers['tokens_an_epoch']:,} tokens in {numbers['packs_an_epoch']:,} packs"),
             ("steps", f"{numbers['steps']:,}"),
-            (
-                "memory",
-                f"{size(numbers['memory_bytes'])} counted, {size(numbers['measured_peak_bytes'])} at the peak here",
-            ),
-            *(
-                [("on the host", f"{size(numbers['host_memory_bytes'])} counted for the first rank")]
-                if numbers["host_memory"]
-                else []
-            ),
-            (
-                "time",
-                f"{numbers['seconds_a_step']:.2f} s a step, {duration(numbers['hours'] * 3600)} without validation",
-            ),
+            ("memory", f"{memory} counted, {size(numbers['measured_peak_bytes'])} at the peak here"),
+            ("on the host", f"{host} counted for the first rank" if numbers["host_memory"] else None),
+            ("time", f"{numbers['seconds_a_step']:.2f} s a step, {hours} without validation"),
         ],
     )
 
