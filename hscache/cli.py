@@ -152,19 +152,16 @@ def plan(
     Example: hscache plan manifests/build/qwen3.6-27b.toml --set corpus.path=corpus.parquet
     """
     from hscache.build.plan import plan_rows
-    from hscache.build.space import require_space
+    from hscache.build.space import plan_json, require_space
     from hscache.corpus.readers import read_corpus
     from hscache.model.facts import resolve_manifest
-    from hscache.report import plan_json, print_plan
+    from hscache.report import print_plan
 
     parsed, where = _manifest(manifest, set_), out or Path()
     resolved, _ = resolve_manifest(parsed, download=False)
     made = plan_rows(read_corpus(Path(resolved.corpus.path).expanduser()), resolved)
     numbers = plan_json(made, resolved, where)
-    if json:
-        emit_json(numbers)
-    else:
-        print_plan(numbers, resolved, where)
+    emit_json(numbers) if json else print_plan(numbers, resolved, where)
     require_space(numbers["least_bytes"], where)
 
 
@@ -195,8 +192,6 @@ def build(
 
     Example: hscache build manifests/build/demo.toml --out runs/demo/store
     """
-    from dataclasses import asdict
-
     from hscache.build.run import KernelPolicy
     from hscache.build.run import build as run_build
     from hscache.report import print_build
@@ -210,7 +205,7 @@ def build(
             kernels=KernelPolicy(kernels, allow_fallback, accept_path),
         )
     if json:
-        emit_json(asdict(report))
+        emit_json(report)
     print_build(report)
     _exit_if(bool(report.rejected))
 
@@ -236,9 +231,12 @@ def verify(
 
     Example: hscache verify runs/demo/store --recompute 4
     """
+    from functools import partial
+
+    from hscache.audit.states import parse_kernels, verify_with_states
     from hscache.audit.verify import verify as run_verify
     from hscache.errors import HscacheError
-    from hscache.report import parse_kernels, print_verify, verify_with_states
+    from hscache.report import print_verify, show_comparison
 
     if kernels:
         parse_kernels(kernels)  # before the whole store is read
@@ -248,7 +246,7 @@ def verify(
     try:
         states = verify_with_states(
             report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target,
-            device=device, plot=plot, show=not json,
+            device=device, show=partial(show_comparison, tables=not json, plot=plot),
         )  # fmt: skip
     except HscacheError as error:
         if report.ok:
@@ -281,8 +279,6 @@ def repair(
 
     Example: hscache repair runs/demo/store
     """
-    from dataclasses import asdict
-
     from hscache.build.repair import repair as run_repair
     from hscache.build.run import KernelPolicy
     from hscache.report import print_repair
@@ -291,7 +287,7 @@ def repair(
     with resumable("shards not rebuilt yet are unchanged"):
         report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
     if json:
-        emit_json(asdict(report))
+        emit_json(report)
     print_repair(report)
     _exit_if(not report.ok)
 
@@ -312,8 +308,6 @@ def convert(
 
     Example: hscache convert runs/demo/store --out runs/demo/int8 --codec int8
     """
-    from dataclasses import asdict
-
     from hscache.build.convert import Change
     from hscache.build.convert import convert as run_convert
     from hscache.report import print_convert
@@ -321,7 +315,7 @@ def convert(
     with resumable("the committed shards are whole"):
         report = run_convert(store, out, Change(codec, _numbers(taps), not no_final_state, topk))
     if json:
-        emit_json(asdict(report))
+        emit_json(report)
     print_convert(report)
 
 
@@ -331,13 +325,11 @@ def info(store: StoreArgument, json: Json = False) -> None:
 
     Example: hscache info runs/demo/store
     """
-    from hscache.report import print_info, store_info
+    from hscache.report import print_info
+    from hscache.store.info import store_info
 
     facts = store_info(store)
-    if json:
-        emit_json(facts)
-    else:
-        print_info(facts)
+    emit_json(facts) if json else print_info(facts)
 
 
 @app.command()
@@ -359,10 +351,7 @@ def doctor(
     if target is not None:
         directory = resolve_path(TargetSpec(path=target), download=False) or Path(target).expanduser()
     diagnosis = diagnose(directory)
-    if json:
-        emit_json(diagnosis.to_json())
-    else:
-        print(render(diagnosis), end="")
+    emit_json(diagnosis.to_json()) if json else print(render(diagnosis), end="")
     _exit_if(not diagnosis.ok)
 
 

@@ -44,7 +44,7 @@ LEVELS = [
     {"hscache.corpus"},  # generate runs the target
     {"hscache.model"},
     {"hscache.kernels"},
-    {"hscache.health"},
+    {"hscache.health", "hscache.distance"},
     {"hscache.store", "hscache.manifest"},
     {"hscache.rows"},  # the rule of supervised tokens, which stores and anchors follow
     {"hscache.device"},
@@ -56,6 +56,7 @@ FOR_TRAINER = (
     "hscache.store",
     "hscache.rows",  # which tokens are supervised: the rule by which the store counts
     "hscache.manifest",
+    "hscache.distance",
     "hscache.errors",
     "hscache.console",
     "hscache.device",

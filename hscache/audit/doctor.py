@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hscache.console import figures
 from hscache.errors import EnvironmentFault
 from hscache.kernels.guards import (
     PACKAGES,
@@ -138,7 +139,7 @@ def render(diagnosis: Diagnosis) -> str:
     facts = diagnosis.environment
     lines = [f"device    {facts['device']}" + (f", capability {facts['capability']}, CUDA {facts['cuda']}"
                                                if facts["capability"] else "")]  # fmt: skip
-    lines += ["versions  " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)]
+    lines += ["versions  " + figures({name: version for name, version in facts["versions"].items() if version})]
     if facts["env"]:
         lines += ["env       " + ", ".join(f"{name}={value}" for name, value in facts["env"].items())]
     lines += ["", "kernel packages"]

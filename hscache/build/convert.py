@@ -31,8 +31,9 @@ from hscache.build.plan import Plan, manifest_specs
 from hscache.build.shard_builder import ShardBuilder, ShardLoop
 from hscache.build.space import PACKED, require_space
 from hscache.console import check_stop, say, stop_on_signal
+from hscache.distance import RowErrors, compare_rows, kl_nats, spread
 from hscache.errors import ConfigError, InputError
-from hscache.health import RowErrors, RowStats, compare_rows, kl_nats, reduce_rows, spread
+from hscache.health import RowStats, reduce_rows
 from hscache.manifest import Codec, ResolvedManifest, check_fields
 from hscache.rows import supervised_positions
 from hscache.store import lossy

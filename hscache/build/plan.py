@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from hscache.console import counts
 from hscache.errors import InputError
 from hscache.manifest import ResolvedManifest
 from hscache.rows import Reject, Sample, content_digest
@@ -121,7 +122,7 @@ def make_plan(
     planner.flush_window()
     plan = planner.result()
     if not plan.totals["samples"]:
-        reasons = ", ".join(f"{n} {reason}" for reason, n in plan.reasons().items()) or "it has no rows"
+        reasons = counts(plan.reasons()) or "it has no rows"
         raise InputError(
             "corpus-empty",
             f"{manifest.corpus.path}: no row can be used ({reasons})",

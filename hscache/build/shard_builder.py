@@ -24,7 +24,8 @@ from hscache.build.claim import ShardClaims
 from hscache.build.plan import manifest_specs
 from hscache.build.space import free_bytes, require_room
 from hscache.console import Progress, say, size
-from hscache.health import CodecError, Health, RowErrors, RowStats
+from hscache.distance import CodecError, RowErrors
+from hscache.health import Health, RowStats
 from hscache.manifest import ResolvedManifest
 from hscache.store import lossy
 from hscache.store.layout import StorePaths, is_committed

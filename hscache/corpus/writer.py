@@ -63,15 +63,14 @@ class CorpusReport:
 
     def say(self) -> None:
         """Log the report."""
-        ends = ", ".join(f"{n} {reason}" for reason, n in sorted(self.finish_reasons.items()))
+        ends = console.counts(self.finish_reasons)
         console.say(
             f"{self.corpus}: {self.samples:,} samples, {self.tokens:,} tokens ({self.loss_tokens:,} supervised)"
             + (f", ended by {ends}" if ends else "")
         )
         if self.rejected:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(self.rejected.items()))
             n, where = sum(self.rejected.values()), rejects_path(self.corpus)
-            console.say(f"{n} of {self.rows} rows rejected: {reasons}; see {where}")
+            console.say(f"{n} of {self.rows} rows rejected: {console.counts(self.rejected)}; see {where}")
 
 
 class CorpusWriter:
@@ -158,7 +157,7 @@ class CorpusWriter:
         else:
             rejects.unlink(missing_ok=True)
         if not self.report.samples:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in self.report.rejected.items()) or "no rows"
+            reasons = console.counts(self.report.rejected) or "no rows"
             hint = f"see {rejects}" if self._rejects else "the input has no rows"
             raise InputError("corpus-empty", f"no row gave a sample ({reasons})", hint=hint)
         with open(self._partial, "rb") as file:

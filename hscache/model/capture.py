@@ -29,7 +29,8 @@ import torch
 from numpy.typing import NDArray
 
 from hscache.console import say
-from hscache.health import RowErrors, RowStats, compare_rows, find_fault, kl_nats, reduce_rows, spread
+from hscache.distance import RowErrors, compare_rows, kl_nats, spread
+from hscache.health import RowStats, find_fault, reduce_rows
 from hscache.model.loading import LoadedTarget
 from hscache.rows import Sample, supervised_positions
 from hscache.store.layout import scales_name

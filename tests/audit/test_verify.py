@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hscache.audit.states import verify_with_states
 from hscache.audit.verify import FINDINGS, verify
 from hscache.errors import HscacheError
-from hscache.report import verify_with_states
 from hscache.rows import Sample
 from hscache.store import lossy
 from hscache.store.codecs import NAMES
@@ -475,7 +475,7 @@ def test_a_store_is_compared_with_another_one(tmp_path: Path) -> None:
         hidden_states=np.roll(arrays["hidden_states"], 1, axis=2))).path  # fmt: skip
     for store, codes in ((same, []), (other, ["stores-differ"])):
         report = verify(first)
-        out = verify_with_states(report, against=store, samples=6, show=False)
+        out = verify_with_states(report, against=store, samples=6)
         assert [finding.code for finding in report.findings] == codes
         assert out["against"]["samples"] == 6
     foreign = make_store(tmp_path / "foreign", manifest=little_manifest(states={"taps": [1]})).path

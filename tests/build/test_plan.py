@@ -236,7 +236,7 @@ def test_any_change_of_order_or_content_changes_the_corpus_digest() -> None:
 
 @pytest.mark.parametrize(
     ("reasons", "told"),
-    [([], "it has no rows"), (["empty"], "1 empty"), (["bad-json", "too-long", "too-long"], "1 bad-json, 2 too-long")],
+    [([], "it has no rows"), (["empty"], "1 empty"), (["bad-json", "too-long", "too-long"], "2 too-long, 1 bad-json")],
 )
 def test_a_corpus_without_a_usable_row_is_refused_with_the_counts(reasons: list[str], told: str) -> None:
     with pytest.raises(InputError) as caught:

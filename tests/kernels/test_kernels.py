@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 
 from hscache.audit.doctor import diagnose, render
 from hscache.errors import ConfigError, EnvironmentFault
-from hscache.kernels.compare import LIMITS, _Sums, compare_local, first_divergence
+from hscache.kernels.compare import LIMITS, _Sums, compare_local, first_divergence, measures_beyond
 from hscache.kernels.guards import environment, fla_backends, fla_breaks_grouped_heads
 from hscache.kernels.observe import observe_kernels, planned_records
 from hscache.kernels.path import check_calls, describe_path, is_fallback, kernel_path_id
@@ -300,8 +300,8 @@ def test_rounding_of_a_vector_that_cancelled_is_no_fault_and_garbage_in_its_plac
 
     def beyond(candidate: torch.Tensor, reference: torch.Tensor = reference) -> list[str]:
         sums = _Sums(2, torch.bfloat16)
-        sums.add(reference, candidate, keep)
-        return sums.distance().exceeds(LIMITS[torch.bfloat16])
+        sums.add_outputs(reference, candidate, keep)
+        return list(measures_beyond(sums.distance(), LIMITS[torch.bfloat16]))
 
     assert 1 - torch.cosine_similarity(reference[0, 70, 1], rounded[0, 70, 1], dim=0) > 5e-3
     assert beyond(rounded) == []

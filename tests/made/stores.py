@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from hscache.build.plan import Plan, make_plan, manifest_specs
-from hscache.health import CodecError, Health, RowErrors, RowStats, compare_rows, reduce_rows
+from hscache.distance import CodecError, RowErrors, compare_rows
+from hscache.health import Health, RowStats, reduce_rows
 from hscache.manifest import BuildManifest, parse_manifest
 from hscache.rows import Sample, supervised_positions
 from hscache.store import lossy
