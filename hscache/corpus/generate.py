@@ -28,7 +28,7 @@ from hscache.corpus.tokenize import file_names, load_tokenizer, row_id
 from hscache.corpus.writer import CorpusReport, CorpusWriter, Journal, journal_path
 from hscache.device import Dtype, pick_device, pick_dtype
 from hscache.errors import EnvironmentFault
-from hscache.model.facts import file_digests
+from hscache.model.facts import end_token_ids, file_digests
 from hscache.store.durable import disk_errors
 
 if TYPE_CHECKING:
@@ -251,9 +251,8 @@ class _Decoder:
         model: Any = load_model(target, getattr(torch, dtype))[0].to(device)
         self._model, self._device, self._seed, self._torch = model, model.device, sampling.seed, torch
         theirs = model.generation_config
-        eos = theirs.eos_token_id
-        self.eos_ids: set[int] = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-        self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(self.eos_ids), 0)
+        self.eos_ids = end_token_ids(target, tokenizer)
+        self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.eos_ids, default=0)
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:  # top_k 0 turns it off; otherwise transformers uses 50
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
@@ -262,7 +261,10 @@ class _Decoder:
             say(f"{target.name}: this command's sampling options apply; its generation config's {', '.join(ignored)} "
                 "have no effect")  # fmt: skip
         self._choice = transformers.GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens, eos_token_id=eos, pad_token_id=self._pad_id, **choice
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=sorted(self.eos_ids) or None,
+            pad_token_id=self._pad_id,
+            **choice,
         )
         # transformers fills the fields left open here from the model's own generation config
         model.generation_config = self._choice

@@ -16,7 +16,6 @@ target was given, and the row becomes one sample for each answer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -36,7 +35,7 @@ from hscache.corpus.formats import FORMATS, Format, Source, Texts, Tokens, detec
 from hscache.corpus.readers import read_sample
 from hscache.corpus.writer import CorpusReport, CorpusWriter
 from hscache.errors import EnvironmentFault, InputError
-from hscache.model.facts import text_config
+from hscache.model.facts import end_token_ids, text_config
 from hscache.rows import Reject
 
 REASONS: dict[str, str] = {
@@ -129,7 +128,7 @@ def tokenize_files(inputs: list[Path], target: Path, out: Path, options: Tokeniz
         tokenizer.chat_template = _read_template(options.chat_template)
         with suppress(RowFault):  # reports a template that cannot be compiled before the first row
             ChatTemplate(tokenizer).render(conversation([{"role": "user", "content": "hello"}], {}, {}))
-    maker = _SampleMaker(tokenizer, _end_ids(tokenizer, target), _vocab_size(target), options)
+    maker = _SampleMaker(tokenizer, end_token_ids(target.expanduser(), tokenizer), _vocab_size(target), options)
     files = [file for path in inputs for file in find_files(path)]
     names = file_names(files)
     with CorpusWriter(out) as writer:
@@ -412,19 +411,6 @@ def load_tokenizer(target: Path) -> Any:
         what = f"{target}: the tokenizer has no vocabulary but {len(tokenizer)} added tokens"
         raise EnvironmentFault("target-missing", what, hint=hint)
     return tokenizer
-
-
-def _end_ids(tokenizer: Any, target: Path) -> set[int]:
-    """Return the tokens with which the target ends a turn: its tokenizer's, and those of its generation config."""
-    path = target.expanduser() / "generation_config.json"
-    ends = {tokenizer.eos_token_id}
-    if path.is_file():
-        try:
-            eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise EnvironmentFault("target-config", f"{path}: {error}") from error
-        ends |= set(eos) if isinstance(eos, list) else {eos}
-    return ends - {None}
 
 
 def file_names(paths: Sequence[Path]) -> dict[Path, str]:

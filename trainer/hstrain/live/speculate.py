@@ -36,6 +36,7 @@ from hstrain.live.target import (
     LiveTarget,
     Prompt,
     Sampling,
+    end_token_ids,
     kernel_fallback,
     kernel_path,
     load_tokenizer,
@@ -103,8 +104,7 @@ def speculate_prompts(
     with opened as (live, observation):
         check_same_target(live, drafter, head)
         tokenizer = load_tokenizer(live.directory)
-        if not live.eos_ids and tokenizer.eos_token_id is not None:
-            live.eos_ids = {tokenizer.eos_token_id}
+        live.eos_ids = end_token_ids(live.directory, tokenizer)
         draft = Draft(drafter.to(live.device), head, live.device)
         ready, rejected = _ready(live, tokenizer, draft, prompts, sampling, raw=raw, limit=limit)
         texts: list[Reference | None] = [None] * len(ready)
