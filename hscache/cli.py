@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from json import loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from hscache.console import command_line, emit_json, new_figure, resumable, run_command, say
+from hscache.corpus.formats import Format
 
 if TYPE_CHECKING:
     from hscache.manifest import BuildManifest
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text}: expected a JSON object")
+    return value
+
 
 app = command_line(
     "hscache", "Run a large target model once, keep its hidden states, train speculative-decoding drafters from disk."
@@ -23,6 +36,14 @@ StoreArgument = Annotated[Path, typer.Argument(help="Store directory.")]
 TargetOption = Annotated[Path, typer.Option("--target", help="Checkpoint directory of the target.")]
 Output = Annotated[Path, typer.Option("--out", "-o", help="Corpus to write (parquet).")]
 
+TemplateKwargs = Annotated[
+    dict[str, Any] | None,
+    typer.Option(
+        parser=_json_object,
+        metavar="JSON",
+        help="Variables of the chat template, such as '{\"enable_thinking\": false}'; those of a row win.",
+    ),
+]
 DtypeOption = Annotated[
     Literal["auto", "bfloat16", "float32"],
     typer.Option("--dtype", help="Precision of the target; auto: bfloat16 where the device has it in hardware."),
@@ -44,21 +65,32 @@ def config(manifest: Manifest, set_: Set = None) -> None:
 
 @app.command()
 def tokenize(
-    inputs: Annotated[list[Path], typer.Argument(help="JSONL or parquet files of chat messages or prompt+completion.")],
+    inputs: Annotated[list[Path], typer.Argument(help="Files of training rows; the format is recognised.")],
     target: TargetOption,
     out: Output,
     chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja template to use instead of the tokenizer's; marks {% generation %}.")
+        Path | None, typer.Option(help="Jinja template to use instead of the tokenizer's.")
+    ] = None,
+    chat_template_kwargs: TemplateKwargs = None,
+    turns: Annotated[
+        Literal["auto", "each", "last"],
+        typer.Option(help="Answers of a conversation: in one sample where that is exact, a sample each, or the last."),
+    ] = "auto",
+    drop_cut: Annotated[bool, typer.Option("--drop-cut", help="Reject answers with finish_reason length.")] = False,
+    format_: Annotated[Format | None, typer.Option("--format", help="Read every row as this format.")] = None,
+    assistant_markers: Annotated[
+        tuple[str, str] | None, typer.Option(help="For rows of text: what precedes an answer, and what ends it.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Turn chat messages or prompt+completion rows into a tokenized corpus with loss masks.
+    """Turn training rows (chats, prompt+completion, ShareGPT, Alpaca, ...) into a tokenized corpus with loss masks.
 
     Example: hscache tokenize chats.jsonl --target ~/models/SmolLM2-135M-Instruct -o corpus.parquet
     """
-    from hscache.corpus.tokenize import tokenize_files
+    from hscache.corpus.tokenize import TokenizeOptions, tokenize_files
 
-    report = tokenize_files(inputs, target, out, chat_template=chat_template)
+    options = TokenizeOptions(chat_template, chat_template_kwargs, turns, drop_cut, format_, assistant_markers)
+    report = tokenize_files(inputs, target, out, options)
     if json:
         emit_json(report.to_json())
     report.say()
@@ -77,6 +109,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first N prompts of each file.")] = None,
+    chat_template_kwargs: TemplateKwargs = None,
     dtype: DtypeOption = "auto",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
     json: Json = False,
@@ -90,7 +123,16 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     with resumable("the completed batches are kept"):
         report = generate_corpus(
-            prompts, target, out, sampling, raw=raw, batch_size=batch_size, limit=limit, dtype=dtype, device=device
+            prompts,
+            target,
+            out,
+            sampling,
+            raw=raw,
+            batch_size=batch_size,
+            limit=limit,
+            template_kwargs=chat_template_kwargs,
+            dtype=dtype,
+            device=device,
         )
     if json:
         emit_json(report.to_json())
@@ -110,19 +152,16 @@ def plan(
     Example: hscache plan manifests/build/qwen3.6-27b.toml --set corpus.path=corpus.parquet
     """
     from hscache.build.plan import plan_rows
-    from hscache.build.space import require_space
+    from hscache.build.space import plan_json, require_space
     from hscache.corpus.readers import read_corpus
     from hscache.model.facts import resolve_manifest
-    from hscache.report import plan_json, print_plan
+    from hscache.report import print_plan
 
     parsed, where = _manifest(manifest, set_), out or Path()
     resolved, _ = resolve_manifest(parsed, download=False)
     made = plan_rows(read_corpus(Path(resolved.corpus.path).expanduser()), resolved)
     numbers = plan_json(made, resolved, where)
-    if json:
-        emit_json(numbers)
-    else:
-        print_plan(numbers, resolved, where)
+    emit_json(numbers) if json else print_plan(numbers, resolved, where)
     require_space(numbers["least_bytes"], where)
 
 
@@ -153,8 +192,6 @@ def build(
 
     Example: hscache build manifests/build/demo.toml --out runs/demo/store
     """
-    from dataclasses import asdict
-
     from hscache.build.run import KernelPolicy
     from hscache.build.run import build as run_build
     from hscache.report import print_build
@@ -168,7 +205,7 @@ def build(
             kernels=KernelPolicy(kernels, allow_fallback, accept_path),
         )
     if json:
-        emit_json(asdict(report))
+        emit_json(report)
     print_build(report)
     _exit_if(bool(report.rejected))
 
@@ -194,9 +231,12 @@ def verify(
 
     Example: hscache verify runs/demo/store --recompute 4
     """
+    from functools import partial
+
+    from hscache.audit.states import parse_kernels, verify_with_states
     from hscache.audit.verify import verify as run_verify
     from hscache.errors import HscacheError
-    from hscache.report import parse_kernels, print_verify, verify_with_states
+    from hscache.report import print_verify, show_comparison
 
     if kernels:
         parse_kernels(kernels)  # before the whole store is read
@@ -206,7 +246,7 @@ def verify(
     try:
         states = verify_with_states(
             report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target,
-            device=device, plot=plot, show=not json,
+            device=device, show=partial(show_comparison, tables=not json, plot=plot),
         )  # fmt: skip
     except HscacheError as error:
         if report.ok:
@@ -239,8 +279,6 @@ def repair(
 
     Example: hscache repair runs/demo/store
     """
-    from dataclasses import asdict
-
     from hscache.build.repair import repair as run_repair
     from hscache.build.run import KernelPolicy
     from hscache.report import print_repair
@@ -249,7 +287,7 @@ def repair(
     with resumable("shards not rebuilt yet are unchanged"):
         report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
     if json:
-        emit_json(asdict(report))
+        emit_json(report)
     print_repair(report)
     _exit_if(not report.ok)
 
@@ -270,8 +308,6 @@ def convert(
 
     Example: hscache convert runs/demo/store --out runs/demo/int8 --codec int8
     """
-    from dataclasses import asdict
-
     from hscache.build.convert import Change
     from hscache.build.convert import convert as run_convert
     from hscache.report import print_convert
@@ -279,7 +315,7 @@ def convert(
     with resumable("the committed shards are whole"):
         report = run_convert(store, out, Change(codec, _numbers(taps), not no_final_state, topk))
     if json:
-        emit_json(asdict(report))
+        emit_json(report)
     print_convert(report)
 
 
@@ -289,13 +325,11 @@ def info(store: StoreArgument, json: Json = False) -> None:
 
     Example: hscache info runs/demo/store
     """
-    from hscache.report import print_info, store_info
+    from hscache.report import print_info
+    from hscache.store.info import store_info
 
     facts = store_info(store)
-    if json:
-        emit_json(facts)
-    else:
-        print_info(facts)
+    emit_json(facts) if json else print_info(facts)
 
 
 @app.command()
@@ -317,10 +351,7 @@ def doctor(
     if target is not None:
         directory = resolve_path(TargetSpec(path=target), download=False) or Path(target).expanduser()
     diagnosis = diagnose(directory)
-    if json:
-        emit_json(diagnosis.to_json())
-    else:
-        print(render(diagnosis), end="")
+    emit_json(diagnosis.to_json()) if json else print(render(diagnosis), end="")
     _exit_if(not diagnosis.ok)
 
 

@@ -14,11 +14,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hscache.errors import EnvironmentFault, HscacheError
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 _EXIT_BUG = 70
 
+Column: TypeAlias = str | tuple[str, str]
+"""A column of a table: its name, or the name and format of numbers, such as ``("tau", ".3f")``."""
+
 
 def say(text: str) -> None:
     """Write one log line to stderr."""
@@ -35,10 +39,7 @@ def say(text: str) -> None:
 
 
 def emit_json(value: object) -> None:
-    """Write ``value`` to stdout as JSON; the only thing a ``--json`` command prints there.
-
-    Infinities and NaN become strings, since JSON has no numbers for them.
-    """
+    """Write ``value`` to stdout as :func:`plain` JSON; the only thing a ``--json`` command prints there."""
     print(_json_text(value))
 
 
@@ -49,25 +50,27 @@ def write_json(value: object, path: Path) -> None:
 
 
 def _json_text(value: object) -> str:
-    return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def _plain(value: object) -> object:
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: dataclasses as objects, tuples as lists, infinities and NaN as strings."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> None:
+def table(title: str, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> None:
     """Print a table to stdout.
 
     Args:
         title: Heading above the table.
-        columns: Column names.
-        rows: Cells, shown with ``str``.
-        right: Indices of the columns to align right (numbers).
+        columns: Columns with a format are aligned right.
+        rows: Cells; a string is shown as it is, None as an empty cell.
     """
     from rich import box
     from rich.console import Console
@@ -75,22 +78,43 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], 
 
     print(title)  # as a rich title it would be folded to the table's width
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(columns):
-        grid.add_column(name, justify="right" if i in right else "left", overflow="fold")
+    named = [(column, "") if isinstance(column, str) else column for column in columns]
+    for name, form in named:
+        grid.add_column(name, justify="right" if form else "left", overflow="fold")
     for row in rows:
-        grid.add_row(*(str(cell) for cell in row))
+        grid.add_row(*(_cell(cell, form) for cell, (_, form) in zip(row, named, strict=True)))
     console = Console()
     # piped output has no terminal width to fit, so a table there is never folded
     console.print(grid) if console.is_terminal else Console(width=160).print(grid)
 
 
+def _cell(value: object, form: str) -> str:
+    return "" if value is None else value if isinstance(value, str) else format(value, form)
+
+
 def facts(title: str, pairs: Iterable[tuple[str, object]]) -> None:
-    """Print ``name  value`` lines under a title to stdout."""
-    pairs = list(pairs)
-    width = max(len(name) for name, _ in pairs)
+    """Print ``name  value`` lines under a title to stdout; a value of None leaves its line out."""
+    known = [(name, value) for name, value in pairs if value is not None]
+    width = max(len(name) for name, _ in known)
     print(title)
-    for name, value in pairs:
+    for name, value in known:
         print(f"  {name:<{width}}  {value}")
+
+
+def counts(numbers: Mapping[str, int]) -> str:
+    """Return how often each thing was found, the most frequent first: ``3 too-long, 1 empty``."""
+    ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{number} {name}" for name, number in ordered)
+
+
+def figures(numbers: Mapping[str, object], form: str = "") -> str:
+    """Return named values: ``code 2.31, math 2.87``.
+
+    Args:
+        numbers: Name -> value.
+        form: Of the values, as for ``format``.
+    """
+    return ", ".join(f"{name} {value:{form}}" for name, value in numbers.items())
 
 
 def size(n_bytes: float) -> str:
@@ -120,6 +144,12 @@ class Interrupted(Exception):
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
+
+
+def check_stop(stop: Sequence[int]) -> None:
+    """Raise :class:`Interrupted` if a signal has come (:func:`stop_on_signal`)."""
+    if stop:
+        raise Interrupted(stop[0])
 
 
 @contextmanager

@@ -35,7 +35,6 @@ CODES: dict[str, str] = {
     "corpus-exists": "the output corpus exists already",
     "corpus-truncated": "a corpus file ends in the middle of a record",
     "template-missing": "the tokenizer has no chat template",
-    "template-without-generation": "the chat template does not mark what the assistant generated",
     "template-invalid": "the chat template cannot be read, or is not valid Jinja",
     "not-a-store": "the path holds no hscache store",
     "store-unfinished": "the store's build has not finished",

@@ -4,9 +4,6 @@ States that are not finite, zero, constant or the same for two taps have all bee
 that looked fine. Everything is decided from four numbers per (token, tap): the row's smallest and largest element, its
 sum of squares, and whether it equals the next tap's row. They are computed on the states' device for the whole batch,
 and only these numbers are copied to the host. Thresholds and reason codes are defined in this file alone.
-
-A lossy codec changes states. The change is measured in the same way for every row, and its summary is kept in the
-shard's record.
 """
 
 from __future__ import annotations
@@ -141,97 +138,4 @@ class Health:
             "rms": [float(x) for x in np.sqrt(self._square / n)],
             "typical_rms": [float(x) for x in np.exp(self._log_square / n / 2)],
             "max_abs": [float(x) for x in self._largest],
-        }
-
-
-@dataclass(frozen=True)
-class RowErrors:
-    """Errors of decoded states, for N tokens and C columns (taps, then the final state if stored).
-
-    Attributes:
-        rel_l2: float32 [N, C], norm of the difference over the norm of the state.
-        apart: float32 [N, C], 1 - cosine.
-        kl_nats: float32 [N], KL divergence of the distribution after the decoded final state from the true one; NaN
-            where it was not computed.
-    """
-
-    rel_l2: NDArray[np.float32]
-    apart: NDArray[np.float32]
-    kl_nats: NDArray[np.float32]
-
-    def rows(self, start: int, stop: int) -> RowErrors:
-        """Return the errors of a token range."""
-        return RowErrors(self.rel_l2[start:stop], self.apart[start:stop], self.kl_nats[start:stop])
-
-
-def compare_rows(states: torch.Tensor, decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``rel_l2`` and ``apart`` of :class:`RowErrors`, float32 [N, C], on the states' device.
-
-    Args:
-        states: bf16 [N, C, H].
-        decoded: The same states after encoding and decoding.
-    """
-    import torch
-
-    columns = []
-    for column in range(states.shape[1]):  # one at a time: the float32 of all taps is twice what the taps take
-        x, y = states[:, column].float(), decoded[:, column].float()
-        long_x, long_y = (torch.linalg.vector_norm(z, dim=-1).clamp_min_(1e-30) for z in (x, y))
-        rel_l2 = torch.linalg.vector_norm(y - x, dim=-1) / long_x
-        # half the squared distance of unit vectors: 1 - cosine itself loses everything below 1e-7
-        apart = torch.linalg.vector_norm(y / long_y[:, None] - x / long_x[:, None], dim=-1).square() / 2
-        columns.append((rel_l2, apart))
-    rel_l2_NC, apart_NC = (torch.stack(part, dim=1) for part in zip(*columns, strict=True))
-    return rel_l2_NC, apart_NC
-
-
-def kl_nats(true_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Return the KL divergence of softmax(logits) from softmax(true_logits), float32 [R], of logits [R, V]."""
-    import torch
-
-    log_p, log_q = (torch.log_softmax(part.float(), dim=-1) for part in (true_logits, logits))
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def spread(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return at most ``count`` of these rows, evenly spaced."""
-    picked: NDArray[np.int64] = rows[np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int))]
-    return picked
-
-
-class CodecError:
-    """What a lossy codec did to the states of a shard, kept in its record.
-
-    Memory: 8 bytes for each state vector of the shard.
-    """
-
-    def __init__(self) -> None:
-        self._rel_l2: list[NDArray[np.float32]] = []
-        self._apart: list[NDArray[np.float32]] = []
-        self._kl: list[NDArray[np.float32]] = []
-
-    def add(self, errors: RowErrors) -> None:
-        """Count one sample."""
-        self._rel_l2.append(errors.rel_l2)
-        self._apart.append(errors.apart)
-        self.add_kl(errors.kl_nats[~np.isnan(errors.kl_nats)])
-
-    def add_kl(self, kl_nats: NDArray[np.float32]) -> None:
-        """Count KL divergences of supervised tokens, float32 [R]."""
-        self._kl.append(kl_nats)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return mean and 99th percentile of the relative L2 error, and the worst token's cosine, per tap, the final
-        state last; and the mean KL divergence through the head over ``kl_rows`` supervised tokens (None without any).
-        """
-        if not self._rel_l2:
-            return {"tokens": 0, "rel_l2": [], "rel_l2_p99": [], "worst_cosine": [], "kl_nats": None, "kl_rows": 0}
-        rel_l2, kl = np.concatenate(self._rel_l2), np.concatenate(self._kl)
-        return {
-            "tokens": len(rel_l2),
-            "rel_l2": [float(x) for x in rel_l2.mean(axis=0, dtype=np.float64)],
-            "rel_l2_p99": [float(x) for x in np.quantile(rel_l2, 0.99, axis=0)],
-            "worst_cosine": [1 - float(x) for x in np.concatenate(self._apart).max(axis=0)],
-            "kl_nats": float(kl.mean(dtype=np.float64)) if len(kl) else None,
-            "kl_rows": len(kl),
         }

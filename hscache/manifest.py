@@ -96,7 +96,7 @@ class CorpusSpec(Section):
     """The tokenized completions."""
 
     path: str
-    """Parquet, JSONL(.gz) or ``save_to_disk`` directory with ``input_ids`` and ``loss_mask``."""
+    """File, folder or glob pattern with ``input_ids`` and a mask or labels; see :mod:`hscache.corpus.readers`."""
 
 
 class LimitsSpec(Section):

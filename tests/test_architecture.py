@@ -44,15 +44,23 @@ LEVELS = [
     {"hscache.corpus"},  # generate runs the target
     {"hscache.model"},
     {"hscache.kernels"},
-    {"hscache.health"},
-    {"hscache.rows"},
+    {"hscache.health", "hscache.distance"},
     {"hscache.store", "hscache.manifest"},
+    {"hscache.rows"},  # the rule of supervised tokens, which stores and anchors follow
     {"hscache.device"},
     {"hscache.console"},
     {"hscache.errors"},
     {"hscache"},  # the version
 ]
-FOR_TRAINER = ("hscache.store", "hscache.manifest", "hscache.errors", "hscache.console", "hscache.device")
+FOR_TRAINER = (
+    "hscache.store",
+    "hscache.rows",  # which tokens are supervised: the rule by which the store counts
+    "hscache.manifest",
+    "hscache.distance",
+    "hscache.errors",
+    "hscache.console",
+    "hscache.device",
+)
 RUNS_THE_TARGET = "hstrain.live.target"
 """The one module of the trainer that may also open the target, to decode with it."""
 TO_RUN_IT = ("hscache.model", "hscache.kernels", "hscache.corpus")

@@ -144,7 +144,7 @@ def test_a_device_that_is_not_there_is_one_clear_error(run: Any, tmp_path: Path,
 
 def test_plan_of_the_27b_target_counts_51200_bytes_a_token(run: Any, corpus: Path, tmp_path: Path) -> None:
     answer = run("plan", *qwen(corpus), "--out", tmp_path / "store", "--json")
-    assert (answer.status, answer.err) == (0, "")
+    assert (answer.status, answer.err) == (0, f"{corpus}: input_ids + loss_mask\n")
     plan = answer.json
     assert plan["bytes_per_token"] == {"hidden_states": 51_200, "final_state": 10_240, "input_ids": 4, "loss_mask": 1}
     assert (plan["taps"], plan["samples"], plan["tokens"], plan["loss_tokens"]) == ([1, 16, 31, 46, 61], 3, 300, 180)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hscache.console import Progress, duration, emit_json, facts, run_command, say, size, table
+from hscache.console import Progress, counts, duration, emit_json, facts, figures, run_command, say, size, table
 from hscache.errors import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -71,11 +71,24 @@ def test_data_goes_to_stdout_and_talk_to_stderr(capsys: pytest.CaptureFixture[st
 
 def test_tables_are_not_folded_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     long = "x" * 120
-    table("title", ("name", "n"), [(long, 1234)], right=[1])
-    facts("more", [("key", "value"), ("longer key", 2)])
+    table("title", ["name", ("n", ",")], [(long, 1234)])
+    facts("more", [("key", "value"), ("longer key", 2), ("unknown", None)])
     out = capsys.readouterr().out
-    assert any(long in line and line.rstrip().endswith("1234") for line in out.splitlines())
+    assert any(long in line and line.rstrip().endswith("1,234") for line in out.splitlines())
     assert out.splitlines()[-2:] == ["  key         value", "  longer key  2"]
+
+
+def test_cells_have_the_format_of_their_column(capsys: pytest.CaptureFixture[str]) -> None:
+    table(
+        "title", ["name", ("tau", ".2f"), ("95 %", ">")], [("a", 2.345, "2.1 .. 2.6"), ("b", None, None), ("c", 1, "")]
+    )
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert [line.split() for line in lines if line.strip()] == [["a", "2.35", "2.1", "..", "2.6"], ["b"], ["c", "1.00"]]
+
+
+def test_counts_begin_with_the_most_frequent() -> None:
+    assert counts({"b": 1, "c": 3, "a": 1}) == "3 c, 1 a, 1 b"
+    assert (counts({}), figures({"code": 2.314, "math": 2.5}, ".2f")) == ("", "code 2.31, math 2.50")
 
 
 @pytest.mark.parametrize("arguments", [["config", "manifests/build/demo.toml"], ["doctor", "--json"]])

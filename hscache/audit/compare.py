@@ -1,8 +1,8 @@
 """Compare states: a store with its target, one kernel path with another, or a store with another store.
 
-All three measure the distance between two sets of states. Per tap: mean, 99th percentile and maximum of 1 - cosine over
-tokens, relative L2 distance, ratio of norms. Through the head: how often the first choice is the same, and the KL
-divergence in nats. The ratio of norms is there because cosine alone misses an error of scale.
+All three measure the distance between two sets of states (:mod:`hscache.distance`). Per tap: mean, 99th percentile and
+maximum of 1 - cosine over tokens, relative L2 distance, ratio of norms. Through the head: how often the first choice is
+the same, and the KL divergence in nats.
 
 A fixed cosine fails healthy kernels at depth 64 and passes broken ones, so kernel paths are judged end to end as a
 multiple of the *noise floor*: the distance between the reference path in the store's precision and in the next wider
@@ -13,7 +13,7 @@ one. Paths whose distance exceeds :data:`FLOOR_LIMIT` times the floor differ. Th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ import torch
 
 from hscache.console import Progress, say
 from hscache.device import pick_device
+from hscache.distance import SAME_MAX, SAME_NORM, Sums, compare, kl_nats, same_mean
 from hscache.errors import EnvironmentFault, InputError
 from hscache.kernels.compare import LocalComparison, compare_local, first_divergence
 from hscache.kernels.observe import gpu_only, observe_kernels, planned_records
@@ -30,20 +31,15 @@ from hscache.manifest import BuildManifest, parse_manifest
 from hscache.model.capture import Captured, Capturer
 from hscache.model.facts import read_shape, resolve_path
 from hscache.model.loading import LoadedTarget, load_target
-from hscache.rows import CorpusRow
+from hscache.rows import Sample as CorpusSample
+from hscache.rows import supervised_positions
 from hscache.store.head import TargetHead, load_head
 from hscache.store.index import read_plan
 from hscache.store.layout import StorePaths
-from hscache.store.lossy import WORST_COSINE
 from hscache.store.reader import Sample, Store, as_torch, decoded
 
 FLOOR_LIMIT = 3.0
 """Kernel paths differ when the distance of their states exceeds this many noise floors."""
-# Recomputing on other hardware changes 1 - cosine by as little as other kernels do; another sample, tap or norm changes
-# it by tenths. The two differ by orders of magnitude.
-_RECOMPUTE_MEAN = 1e-3
-_RECOMPUTE_MAX = 0.1
-_RECOMPUTE_NORM = 0.02
 _WIDER = {"bfloat16": "float32", "float32": "float64"}
 
 Path_ = Literal["torch", "fla", "bound"]
@@ -62,7 +58,7 @@ class TapDistance:
         rel_l2: Norm of the difference over the norm of the reference.
         norm_ratio: Norm of the other states over that of the reference.
         equal: Share of elements that are equal bit by bit.
-        by_position: Mean of 1 - cosine of the first 4 tokens, of chunk borders (multiples of 64 +-1), of the others.
+        by_position: Mean of 1 - cosine by :data:`hscache.distance.POSITIONS`.
     """
 
     name: str
@@ -133,73 +129,56 @@ class _Distances:
     """Collect the distances of pairs of samples."""
 
     def __init__(self, names: list[str], head: TargetHead | None) -> None:
-        self._names, self._head = names, head
-        self._apart: list[list[torch.Tensor]] = [[] for _ in names]
-        self._positions: list[torch.Tensor] = []
-        self._sums = torch.zeros(len(names), 4, dtype=torch.float64)  # |a-b|^2, |a|^2, |b|^2, equal elements
-        self._elements = 0
+        self._names, self._head, self._sums = names, head, Sums(len(names))
+        self._apart: list[torch.Tensor] = []  # for the percentiles
+        self._equal, self._elements = torch.zeros(len(names), dtype=torch.float64), 0
         self._same, self._kl, self._rows = 0, 0.0, 0
         self._worst, self._worst_id, self.samples = -1.0, "", 0
 
     def add(self, sample_id: str, a_NCH: torch.Tensor, b_NCH: torch.Tensor, loss_mask: torch.Tensor) -> None:
         """Add one sample: states of reference and other, bf16 or float32 [tokens, columns, H]."""
-        x, y = a_NCH.double(), b_NCH.double()
-        square_x, square_y = x.square().sum(-1), y.square().sum(-1)
-        # half the squared distance of unit vectors: 1 - cosine itself loses everything below 1e-16
-        unit_x, unit_y = x / square_x.sqrt()[..., None], y / square_y.sqrt()[..., None]
-        apart_NC = ((unit_x - unit_y).square().sum(-1) / 2).nan_to_num(nan=1.0)
-        for column in range(len(self._names)):
-            self._apart[column].append(apart_NC[:, column])
-        difference = (x - y).square().sum((0, 2))
-        equal = (a_NCH == b_NCH).sum((0, 2)).double()
-        self._sums += torch.stack([difference, square_x.sum(0), square_y.sum(0), equal], dim=1)
-        self._elements += len(x) * x.shape[-1]
-        self._positions.append(_position_group(len(x)))
+        pairs = compare(a_NCH[None], b_NCH[None])
+        pairs = replace(pairs, apart=pairs.apart.nan_to_num(nan=1.0))
+        self._sums.add(pairs)
+        self._apart.append(pairs.apart[0])
+        self._equal += (a_NCH == b_NCH).sum((0, 2)).double()
+        self._elements += a_NCH[:, 0].numel()
         self.samples += 1
-        mean = float(apart_NC.mean(0).max())
+        mean = float(pairs.apart[0].mean(0).max())
         if mean > self._worst:
             self._worst, self._worst_id = mean, sample_id
         if self._head is not None and self._names[-1] == "final state":
-            before = torch.nonzero(loss_mask[1:])[:, 0]
+            before = torch.from_numpy(supervised_positions(loss_mask.numpy()) - 1)
             self._add_logits(a_NCH[before, -1], b_NCH[before, -1])
 
     def _add_logits(self, a_RH: torch.Tensor, b_RH: torch.Tensor) -> None:
         assert self._head is not None
-        for a, b in zip(a_RH.split(64), b_RH.split(64), strict=True):  # 64 rows of a 248k vocabulary are 64 MB
-            log_p, log_q = (torch.log_softmax(self._head.logits(rows), dim=-1) for rows in (a, b))
-            self._same += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-            self._kl += float((log_p.exp() * (log_p - log_q)).sum())
+        for rows in zip(a_RH.split(64), b_RH.split(64), strict=True):  # 64 rows of a 248k vocabulary are 64 MB
+            a, b = (self._head.logits(part) for part in rows)
+            self._same += int((a.argmax(-1) == b.argmax(-1)).sum())
+            self._kl += float(kl_nats(a, b).sum(dtype=torch.float64))
             self._rows += len(a)
 
     def finish(self) -> Comparison:
         """Return the distances."""
-        groups, taps = torch.cat(self._positions), []
+        taps = []
         for column, name in enumerate(self._names):
-            apart = torch.cat(self._apart[column])
-            difference, square_x, square_y, equal = self._sums[column].tolist()
-            by_position = {
-                label: float(apart[groups == group].mean())
-                for group, label in enumerate(_POSITIONS)
-                if bool((groups == group).any())
-            }
+            distance, apart = self._sums.distance(column), torch.cat([part[:, column] for part in self._apart])
             taps.append(
                 TapDistance(
                     name,
-                    len(apart),
-                    float(apart.mean()),
-                    float(apart.quantile(0.99)) if len(apart) < 1 << 24 else float(np.quantile(apart.numpy(), 0.99)),
-                    float(apart.max()),
-                    (difference / max(square_x, 1e-300)) ** 0.5,
-                    (square_y / max(square_x, 1e-300)) ** 0.5,
-                    equal / self._elements,
-                    by_position,
+                    distance.vectors,
+                    distance.one_minus_cos_mean,
+                    float(np.quantile(apart.numpy(), 0.99)),
+                    distance.one_minus_cos_max,
+                    distance.rel_frobenius,
+                    distance.norm_ratio,
+                    float(self._equal[column]) / self._elements,
+                    {where: part.one_minus_cos_mean for where, part in self._sums.by_position(column).items()},
                 )
             )
         top1, kl = (self._same / self._rows, self._kl / self._rows) if self._rows else (None, None)
         return Comparison(taps, self.samples, top1, kl, self._worst_id)
-
-
-_POSITIONS = ("first 4", "chunk border", "other")
 
 
 def recompute(store: Store, count: int, *, target: Path | None = None, device: str | None = None) -> Comparison:
@@ -238,9 +217,8 @@ def fault(comparison: Comparison, codec: str = "raw") -> str:
         comparison: Distance of the two sets.
         codec: The coarsest codec that either set went through.
     """
-    mean = _RECOMPUTE_MEAN if codec != "int4" else 1 - WORST_COSINE[codec]
     for tap in comparison.taps:
-        if tap.mean > mean or tap.max > _RECOMPUTE_MAX or abs(tap.norm_ratio - 1) > _RECOMPUTE_NORM:
+        if tap.mean > same_mean(codec) or tap.max > SAME_MAX or abs(tap.norm_ratio - 1) > SAME_NORM:
             return (
                 f"{tap.name}: 1-cos mean {tap.mean:.2g}, max {tap.max:.2g}, norm ratio {tap.norm_ratio:.4f}; "
                 f"worst sample {comparison.worst_sample}"
@@ -314,7 +292,7 @@ def kernels(
     # no guard: this is the command that shows why a combination is refused
     reference, candidate = (_run(store, loaded, rows, path, guard=False) for path in paths)
     end_to_end = _compare(store, head, rows, reference, candidate)
-    batches = [(torch.from_numpy(_ids(row)).long()[None].to(loaded.device), None) for row in rows]
+    batches = [(torch.from_numpy(row.input_ids).long()[None].to(loaded.device), None) for row in rows]
     local = compare_local(loaded.model, batches, candidate="fla" if "fla" in paths else "bound")
     spec = _manifest(store).target
     del loaded  # before the wider one: two copies of a large target need not fit
@@ -370,31 +348,30 @@ def _require_path(target: LoadedTarget, path: Path_) -> None:
 
 
 def _run(
-    store: Store, target: LoadedTarget, rows: Sequence[CorpusRow], path: Path_, *, guard: bool
+    store: Store, target: LoadedTarget, rows: Sequence[CorpusSample], path: Path_, *, guard: bool
 ) -> list[torch.Tensor]:
     # before rounding: otherwise the distance would only show the few elements that bf16 rounds the other way
     capturer = _capturer(store, target, dtype=torch.float32)
     out = []
-    progress = Progress(f"states on the {path} path", sum(len(_ids(row)) for row in rows), "tok")
+    progress = Progress(f"states on the {path} path", sum(len(row.input_ids) for row in rows), "tok")
     with observe_kernels(target.model, path, guard=guard):
         for row in rows:
             out.append(_columns(store, _capture(capturer, row, None).arrays))
-            progress.advance(len(_ids(row)))
+            progress.advance(len(row.input_ids))
     progress.close()
     return out
 
 
 def _compare(
-    store: Store, head: TargetHead, rows: Sequence[CorpusRow], a: list[torch.Tensor], b: list[torch.Tensor]
+    store: Store, head: TargetHead, rows: Sequence[CorpusSample], a: list[torch.Tensor], b: list[torch.Tensor]
 ) -> Comparison:
     distances = _Distances(_names(store), head)
     for row, x, y in zip(rows, a, b, strict=True):
-        assert row.loss_mask is not None
         distances.add(row.sample_id, x, y, torch.from_numpy(row.loss_mask))
     return distances.finish()
 
 
-def _capture(capturer: Capturer, row: CorpusRow, width: int | None) -> Captured:
+def _capture(capturer: Capturer, row: CorpusSample, width: int | None) -> Captured:
     [pending] = capturer.start([row], width)
     [captured] = pending.samples(check=False)
     return captured
@@ -432,13 +409,8 @@ def _batch_width(plan: Any, sample_id: str) -> int:
     return int(pc.max(plan.filter(pc.equal(plan["batch"], batch))["n_tokens"]).as_py())
 
 
-def _row(i: int, sample_id: str, ids: Any, mask: Any) -> CorpusRow:
-    return CorpusRow(i, sample_id, np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
-
-
-def _ids(row: CorpusRow) -> Any:
-    assert row.input_ids is not None
-    return row.input_ids
+def _row(i: int, sample_id: str, ids: Any, mask: Any) -> CorpusSample:
+    return CorpusSample(i, sample_id, np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
 
 
 def _pick(n: int, count: int) -> Iterator[int]:
@@ -452,9 +424,3 @@ def _pick(n: int, count: int) -> Iterator[int]:
             "store-unfinished", "no sample is stored yet", hint="hscache build, then the same command again"
         )
     yield from sorted(np.random.default_rng(0).choice(n, min(n, count), replace=False).tolist())
-
-
-def _position_group(tokens: int) -> torch.Tensor:
-    t = torch.arange(tokens)
-    border = (t >= 4) & ((t + 1) % 64 <= 2)
-    return torch.where(t < 4, 0, torch.where(border, 1, 2))

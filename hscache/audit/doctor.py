@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hscache.console import figures
 from hscache.errors import EnvironmentFault
 from hscache.kernels.guards import (
     PACKAGES,
@@ -26,7 +27,6 @@ from hscache.kernels.guards import (
     environment,
     guard_findings,
     probe_package,
-    version_findings,
 )
 from hscache.kernels.observe import planned_records, plans
 from hscache.kernels.path import KernelPath, describe_path, kernel_path_id
@@ -129,7 +129,7 @@ def diagnose(target: Path | None = None) -> Diagnosis:
         layer_kinds=tuple(_layer_kinds(runs, ops, list(getattr(config, "layer_types", None) or []))),
         path=describe_path(runs),
         path_id=kernel_path_id(runs, device=device),
-        findings=(*guard_findings(sites, plans(sites, "auto", device)), *version_findings(sites)),
+        findings=tuple(guard_findings(sites, plans(sites, "auto", device))),
         would_fall_back=fallen,
     )
 
@@ -139,7 +139,7 @@ def render(diagnosis: Diagnosis) -> str:
     facts = diagnosis.environment
     lines = [f"device    {facts['device']}" + (f", capability {facts['capability']}, CUDA {facts['cuda']}"
                                                if facts["capability"] else "")]  # fmt: skip
-    lines += ["versions  " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)]
+    lines += ["versions  " + figures({name: version for name, version in facts["versions"].items() if version})]
     if facts["env"]:
         lines += ["env       " + ", ".join(f"{name}={value}" for name, value in facts["env"].items())]
     lines += ["", "kernel packages"]
@@ -195,9 +195,6 @@ def _diagnose_op(bound: KernelRecord, run: KernelRecord, device: str, packages: 
             reason, mend = "no GPU: the torch reference is what runs on a CPU", None
         else:
             reason, mend = "it can be imported, but transformers did not bind it", "pip install --upgrade transformers"
-    elif run.implementation == "torch" and run.wiring == "method":
-        missing, reason = "mamba_ssm", "the mixer takes its slow path: a kernel is missing, or there is no GPU"
-        mend = next((packages[p].mend for p in ("mamba_ssm", "causal_conv1d") if not packages[p].ok), None)
     elif run.implementation == "unknown":
         reason = "this layer's wiring is not known to hscache, so what runs is unknown"
     return OpDiagnosis(

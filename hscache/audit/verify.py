@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from hscache.console import Progress
 from hscache.errors import HscacheError, IntegrityError
 from hscache.health import Health, RowStats, find_fault, reduce_rows
+from hscache.rows import count_supervised, supervised_positions
 from hscache.store import lossy
 from hscache.store.head import TargetHead, check_target, load_head
 from hscache.store.index import (
@@ -366,8 +367,8 @@ class _Verifier:
         vocab = self._document["target"]["shape"]["vocab_size"]
         if ids.min() < 0 or ids.max() >= vocab:
             self._find("sample-ids", where, f"ids from {ids.min()} to {ids.max()}, vocabulary of {vocab}", shard)
-        if mask.max() > 1 or int(np.count_nonzero(mask[1:])) != row["n_loss"]:
-            n = int(np.count_nonzero(mask[1:]))
+        n = count_supervised(mask)
+        if mask.max() > 1 or n != row["n_loss"]:
             self._find("sample-mask", where, f"{n} supervised tokens, {row['n_loss']} recorded", shard)
         stats = _stats(values)
         reason, detail = find_fault(stats, self._taps)
@@ -381,7 +382,7 @@ class _Verifier:
             return
         import torch
 
-        before = np.flatnonzero(values["loss_mask"][1:])
+        before = supervised_positions(values["loss_mask"]) - 1
         if not len(before) or len(before) != len(values["logit_ids"]):
             return  # the wrong mask is reported already
         picks = np.unique(np.linspace(0, len(before) - 1, count).astype(int))

@@ -21,7 +21,7 @@ from typing import Any
 
 import hscache
 from hscache.build.plan import Plan
-from hscache.console import Interrupted, say
+from hscache.console import check_stop, say
 from hscache.errors import ConflictError
 from hscache.manifest import ResolvedManifest
 from hscache.store.durable import fsync_directory, replace_file, write_file
@@ -144,8 +144,7 @@ class ShardClaims:
         """
         left, busy, told = deque(todo), list[int](), False
         while left or busy:
-            if stop:
-                raise Interrupted(stop[0])
+            check_stop(stop)
             busy = [shard for shard in busy if not made(shard)]
             if left:
                 shard = left.popleft()

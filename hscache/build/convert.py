@@ -17,7 +17,6 @@ Cost: one pass over the source; encoding to ``int8`` or ``int4`` on one core tak
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,20 +26,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hscache
-from hscache.build.claim import ShardClaims, claim, now, refuse_foreign
+from hscache.build.claim import claim, now, refuse_foreign
 from hscache.build.plan import Plan, manifest_specs
+from hscache.build.shard_builder import ShardBuilder, ShardLoop
 from hscache.build.space import PACKED, require_space
-from hscache.console import Interrupted, Progress, say, stop_on_signal
+from hscache.console import check_stop, say, stop_on_signal
+from hscache.distance import RowErrors, compare_rows, kl_nats, spread
 from hscache.errors import ConfigError, InputError
-from hscache.health import CodecError, Health, RowErrors, RowStats, compare_rows, kl_nats, reduce_rows, spread
+from hscache.health import RowStats, reduce_rows
 from hscache.manifest import Codec, ResolvedManifest, check_fields
+from hscache.rows import supervised_positions
 from hscache.store import lossy
 from hscache.store.durable import Staging, copy_file, disk_errors, publish_directory
 from hscache.store.head import TargetHead, check_target, load_head
-from hscache.store.index import committed_shards, finalize, read_plan, read_shard
+from hscache.store.index import committed_shards, finalize, missing_shards, read_plan, read_shard
 from hscache.store.layout import ArraySpec, StorePaths, json_digest, scales_name
 from hscache.store.reader import Store, as_torch, coarsest_codec, decoded
-from hscache.store.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
     import torch
@@ -125,29 +126,17 @@ def convert(source: Path, out: Path, change: Change) -> ConvertReport:
     with disk_errors(out), Staging(paths.staging) as staging, stop_on_signal() as stop:
         plan = Plan(read_plan(source), store.manifest["corpus"], [], {})
         digest = claim(paths, _document(store.manifest, manifest), plan, staging.path)
-        planned = range(store.manifest["plan"]["shards"])
-        todo = sorted(set(planned) - set(committed_shards(out)))
-        job = _Conversion(store, manifest, digest, staging.path)
+        n_shards = store.manifest["plan"]["shards"]
+        todo = missing_shards(out, n_shards)
+        job = _Conversion(store, manifest, paths, staging.path, digest, stop)
         hint = "convert to another disk, with fewer --taps, or to a smaller --codec"
         require_space(sum(map(job.bytes_needed, todo)) // (2 if manifest.store.codec in PACKED else 1), out, hint)
         _copy_target(source, out, staging.path)
-        progress, built = Progress("convert", sum(job.tokens(shard) for shard in todo), "tok"), 0
-
-        def made(shard: int) -> bool:
-            if not (paths.shard(shard) / "zarr.json").exists():
-                return False
-            progress.advance(job.tokens(shard))
-            return True
-
-        with ShardClaims(paths.manifest) as claims:
-            for shard in claims.shares(todo, made, stop):
-                job.convert(shard, paths.shard(shard), progress, stop)
-                built += 1
-        progress.close()
+        job.run(todo)
         index = finalize(out, staging.path)
     exact = coarsest_codec(store.manifest) == "raw" and job.to_scheme is None
     codecs = (store.manifest["manifest"]["store"]["codec"], manifest.store.codec)
-    report = ConvertReport(str(source), str(out), codecs, exact, len(planned), built)
+    report = ConvertReport(str(source), str(out), codecs, exact, n_shards, job.built)
     report.samples = int(np.count_nonzero(index["status"].to_numpy(zero_copy_only=False) == "ok"))
     report.bytes_before, report.bytes = (_array_bytes(root) for root in (source, out))
     report.seconds = time.monotonic() - started
@@ -235,26 +224,26 @@ def _array_bytes(root: Path) -> int:
     return sum(entry["bytes"] for record in records for entry in record["files"].values())
 
 
-class _Conversion:
+class _Conversion(ShardLoop):
     """Converts shards of one store."""
 
-    def __init__(self, store: Store, manifest: ResolvedManifest, manifest_digest: str, staging: Path) -> None:
-        self._store, self._manifest = store, manifest
-        self._digest, self._staging = manifest_digest, staging
+    def __init__(
+        self, store: Store, manifest: ResolvedManifest, paths: StorePaths, staging: Path, digest: str, stop: list[int]
+    ) -> None:
+        columns = len(manifest.states.taps) + ("final_state" in store.specs)
+        super().__init__("convert", manifest, paths, staging, digest, stop, columns)
+        self._store = store
         self._source = list(store.specs.values())
         self._specs: list[ArraySpec] = manifest_specs(manifest, store.manifest["target"]["shape"]["hidden_size"])
         self.from_scheme = store.specs["hidden_states"].scheme
         self.to_scheme = next((spec.scheme for spec in self._specs if spec.scheme), None)
+        self._encodes = self.to_scheme is not None and self.from_scheme is None
         self._picks = [store.taps.index(tap) for tap in manifest.states.taps]
         self._head: TargetHead | None = None
         if self._encodes and "final_state" in store.specs and manifest.states.final_state:
             self._head = load_head(StorePaths(store.path).target)
         if self.from_scheme is not None and self.to_scheme is None:
             say(f"the states were stored as {self.from_scheme.name}: their decoded values are kept, error and all")
-
-    @property
-    def _encodes(self) -> bool:
-        return self.to_scheme is not None and self.from_scheme is None
 
     def tokens(self, shard: int) -> int:
         """Return the tokens of a shard."""
@@ -266,29 +255,55 @@ class _Conversion:
         counts = {"tokens": sum(row["n_tokens"] for row in rows), "loss": sum(row["n_loss"] for row in rows)}
         return sum(spec.raw_file_bytes(counts[spec.axis]) for spec in self._specs)
 
-    def convert(self, shard: int, destination: Path, progress: Progress, stop: list[int]) -> None:
-        """Write one shard and commit it."""
-        record = read_shard(StorePaths(self._store.path).shard(shard), whole=True)
-        writer = ShardWriter(self._staging / uuid.uuid4().hex, self._specs, self._manifest.store.codec)
-        rows = self._rows(shard)
-        seen = _Seen(len(self._picks) + ("final_state" in self._store.specs), self._head)
+    def make(self, shard: int, work: ShardBuilder) -> dict[str, Any]:
+        """Convert the shard's samples; return the source's provenance, with where it was converted."""
+        record, rows = self._record(shard), self._rows(shard)
+        work.expected = len(rows)
         asked = set(spread(np.flatnonzero([not row["reason"] for row in rows]), _KL_SAMPLES_PER_SHARD).tolist())
+        final: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, row in enumerate(rows):
-            if stop:
-                raise Interrupted(stop[0])
+            check_stop(self._stop)
+            place = row["sample_id"], row["corpus_row"]
             if row["reason"]:
-                writer.reject(row["sample_id"], row["corpus_row"], row["n_tokens"], row["reason"], row["detail"])
+                self.write(work.reject, *place, row["n_tokens"], row["reason"], row["detail"])
                 continue
             stored = self._store.stored(self._store.index_of(row["sample_id"]))
             states = self._states(stored)
             arrays = {**self._rest(stored), **self._written(stored, states)}
-            writer.add(row["sample_id"], row["corpus_row"], arrays)
-            seen.states(states)
+            errors = None
             if self._encodes:
-                before = np.flatnonzero(stored["loss_mask"][1:]) if number in asked else np.zeros(0, np.int64)
-                seen.decoded(states, decoded(arrays, self._specs), spread(before, _KL_ROWS_PER_SAMPLE))
-            progress.advance(row["n_tokens"])
-        writer.commit(destination, self._attributes(record, *seen.finish()))
+                back = decoded(arrays, self._specs)
+                errors = _errors(states, back)
+                if self._head is not None and number in asked:
+                    picks = spread(supervised_positions(stored["loss_mask"]) - 1, _KL_ROWS_PER_SAMPLE)
+                    final.append((_final(states, picks), _final(back, picks)))
+            stats = RowStats.join(*(reduce_rows(_columns(states, name)) for name in states))
+            self.write(work.add, *place, arrays, stats, errors)
+        if self._head is not None and final:  # once a shard: the head becomes float32 for each call
+            import torch
+
+            true, other = (torch.cat(rows) for rows in zip(*final, strict=True))
+            kl = kl_nats(*self._head.logits(torch.cat([true, other])).chunk(2))
+            self.write(work.add_kl, kl.numpy())
+        made = {"from": record["content_digest"], "hscache": hscache.__version__, "time": now()}
+        return {**record["provenance"], "converted": made}
+
+    def health(self, shard: int, counted: dict[str, Any]) -> dict[str, Any]:
+        """Return statistics of what is stored now; what was not counted here is carried over from the source."""
+        old, health = self._record(shard)["health"], dict(counted)
+        for name in ("rms", "typical_rms", "max_abs"):
+            # those of a final state that the source did not keep, or of states before they were encoded
+            final = [] if "final_state" in self._store.specs else [old[name][-1]]
+            keep = self.from_scheme is not None and self.to_scheme is not None
+            health[name] = [old[name][i] for i in (*self._picks, -1)] if keep else counted[name] + final
+        if not self._encodes:
+            health.pop("codec", None)
+            if "codec" in old:
+                health["codec"] = self._carried(old["codec"])
+        return health
+
+    def _record(self, shard: int) -> dict[str, Any]:
+        return read_shard(StorePaths(self._store.path).shard(shard), whole=True)
 
     def _rows(self, shard: int) -> list[dict[str, Any]]:
         samples = read_shard(StorePaths(self._store.path).shard(shard))["samples"]
@@ -323,27 +338,6 @@ class _Conversion:
                     out[part] = stored[part][:, self._picks] if name == "hidden_states" else stored[part]
         return out
 
-    def _attributes(self, record: dict[str, Any], found: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
-        """Return the new shard's record: the source's provenance, statistics of what is stored now."""
-        old = record["health"]
-        health = dict(found)
-        for name in ("rms", "typical_rms", "max_abs"):
-            # those of a final state that the source did not keep, or of states before they were encoded
-            final = [] if "final_state" in self._store.specs else [old[name][-1]]
-            keep = self.from_scheme is not None and self.to_scheme is not None
-            health[name] = [old[name][i] for i in (*self._picks, -1)] if keep else found[name] + final
-        if self._encodes:
-            health["codec"] = error
-        elif "codec" in old:
-            health["codec"] = self._carried(old["codec"])
-        made = {"from": record["content_digest"], "hscache": hscache.__version__, "time": now()}
-        return {
-            "shard": record["shard"],
-            "manifest_digest": self._digest,
-            "provenance": {**record["provenance"], "converted": made},
-            "health": health,
-        }
-
     def _carried(self, error: dict[str, Any]) -> dict[str, Any]:
         """Return the error of a source that was lossy, of the columns that are kept."""
         if not error["tokens"]:
@@ -352,39 +346,18 @@ class _Conversion:
         return error | {name: [error[name][i] for i in columns] for name in ("rel_l2", "rel_l2_p99", "worst_cosine")}
 
 
-class _Seen:
-    """Statistics of a shard's states, and what encoding did to them."""
+def _errors(states: dict[str, NDArray[np.uint16]], back: dict[str, NDArray[np.uint16]]) -> RowErrors:
+    """Return how far a sample's decoded states are from the source's."""
+    import torch
 
-    def __init__(self, columns: int, head: TargetHead | None) -> None:
-        self._health, self._error, self._head = Health(columns), CodecError(), head
-        self._true: list[torch.Tensor] = []
-        self._other: list[torch.Tensor] = []
+    parts = [compare_rows(_columns(states, name), _columns(back, name)) for name in back]
+    rel_l2, apart = (torch.cat(part, dim=1).numpy() for part in zip(*parts, strict=True))
+    return RowErrors(rel_l2, apart, np.full(len(rel_l2), np.nan, np.float32))
 
-    def states(self, states: dict[str, NDArray[np.uint16]]) -> None:
-        """Count the source's states of a sample."""
-        self._health.add(RowStats.join(*(reduce_rows(_columns(states, name)) for name in states)))
 
-    def decoded(
-        self, states: dict[str, NDArray[np.uint16]], back: dict[str, NDArray[np.uint16]], rows: NDArray[np.int64]
-    ) -> None:
-        """Count how far a sample's decoded states are from the source's; the head will be asked about some rows."""
-        import torch
-
-        parts = [compare_rows(_columns(states, name), _columns(back, name)) for name in back]
-        rel_l2, apart = (torch.cat(part, dim=1).numpy() for part in zip(*parts, strict=True))
-        self._error.add(RowErrors(rel_l2, apart, np.full(len(rel_l2), np.nan, np.float32)))
-        if self._head is not None:
-            self._true.append(_columns(states, "final_state")[rows, 0])
-            self._other.append(_columns(back, "final_state")[rows, 0])
-
-    def finish(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return statistics and error as plain JSON."""
-        import torch
-
-        if self._head is not None and self._true:  # once a shard: the head becomes float32 for each call
-            true, other = self._head.logits(torch.cat([*self._true, *self._other])).chunk(2)
-            self._error.add_kl(kl_nats(true, other).numpy())
-        return self._health.to_json(), self._error.to_json()
+def _final(states: dict[str, NDArray[np.uint16]], rows: NDArray[np.int64]) -> torch.Tensor:
+    """Return final states of these tokens, bf16 [rows, H]."""
+    return _columns(states, "final_state")[rows, 0]
 
 
 def _columns(states: dict[str, NDArray[np.uint16]], name: str) -> torch.Tensor:

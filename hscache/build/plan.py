@@ -12,17 +12,17 @@ Cost: one pass over the corpus; memory for one window of tokens and about 150 by
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import xxhash
-from numpy.typing import NDArray
 
+from hscache.console import counts
 from hscache.errors import InputError
 from hscache.manifest import ResolvedManifest
-from hscache.rows import CorpusRow, supervised
+from hscache.rows import Reject, Sample, content_digest
 from hscache.store.index import PLAN_SCHEMA
 from hscache.store.layout import ArraySpec, array_specs
 
@@ -31,10 +31,11 @@ _SHUFFLE_SEED = 20260206  # arXiv 2602.06036
 
 REASONS: dict[str, str] = {
     "bad-json": "the line is not a JSON object",
+    "damaged": "the file is truncated or damaged at this row",
     "bad-row": "ids or mask are missing or not lists of whole numbers",
     "length-mismatch": "ids and mask differ in length",
     "empty": "no tokens",
-    "bad-mask": "the mask holds values other than 0 and 1",
+    "bad-mask": "the mask holds values other than 0 and 1, or labels that are neither the token's id nor -100",
     "ids-out-of-vocab": "a token id is outside the target's vocabulary",
     "too-few-supervised": "fewer supervised tokens than limits.min_loss_tokens",
     "too-long": "more tokens than limits.max_tokens",
@@ -46,7 +47,7 @@ REASONS: dict[str, str] = {
 class SampleSink(Protocol):
     """Receives the accepted samples batch by batch, in plan order."""
 
-    def write_batch(self, rows: list[CorpusRow]) -> None:
+    def write_batch(self, rows: list[Sample]) -> None:
         """Take one forward batch."""
 
 
@@ -89,14 +90,14 @@ def manifest_specs(manifest: ResolvedManifest, hidden_size: int) -> list[ArraySp
     )
 
 
-def plan_rows(rows: Iterable[CorpusRow], manifest: ResolvedManifest, sink: SampleSink | None = None) -> Plan:
+def plan_rows(rows: Iterable[Sample | Reject], manifest: ResolvedManifest, sink: SampleSink | None = None) -> Plan:
     """Return :func:`make_plan` for the target's own widths."""
     shape = manifest.target.shape
     return make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
 
 
 def make_plan(
-    rows: Iterable[CorpusRow],
+    rows: Iterable[Sample | Reject],
     manifest: ResolvedManifest,
     *,
     hidden_size: int,
@@ -121,11 +122,11 @@ def make_plan(
     planner.flush_window()
     plan = planner.result()
     if not plan.totals["samples"]:
-        reasons = ", ".join(f"{n} {reason}" for reason, n in plan.reasons().items()) or "it has no rows"
+        reasons = counts(plan.reasons()) or "it has no rows"
         raise InputError(
             "corpus-empty",
             f"{manifest.corpus.path}: no row can be used ({reasons})",
-            hint=f"row 0: {plan.table['detail'][0]}" if len(plan.table) else "hscache generate writes a corpus",
+            hint=f"the first row: {plan.table['detail'][0]}" if len(plan.table) else "hscache generate writes a corpus",
         )
     return plan
 
@@ -139,7 +140,7 @@ class _Planner:
         self._loss_bytes = sum(s.row_bytes for s in specs if s.axis == "loss")
         self._digest = xxhash.xxh3_128()
         self._seen: set[bytes] = set()
-        self._window: list[tuple[CorpusRow, int]] = []
+        self._window: list[Sample] = []
         self._windows = 0
         self._columns: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
         self._rejected: dict[str, list[Any]] = {name: [] for name in PLAN_SCHEMA.names}
@@ -150,49 +151,48 @@ class _Planner:
         self._sums = [0, 0]
         self._totals = dict.fromkeys(("rows", "rejected", "samples", "tokens", "loss_tokens", "padded_tokens"), 0)
 
-    def take(self, row: CorpusRow) -> None:
+    def take(self, row: Sample | Reject) -> None:
         """Place one row: into the window, or among the rejected."""
         self._totals["rows"] += 1
-        content = _content(row)
-        self._digest.update(content)
-        if not row.sample_id and row.input_ids is not None:
-            row = _with_id(row, content.hex())
-        reason, detail = (row.reason, row.detail) if row.reason else self._fault(row)
-        if not reason:
-            key = xxhash.xxh3_128_digest(row.sample_id.encode())
-            if key in self._seen:
-                reason, detail = "duplicate-id", f"{row.sample_id!r} was seen before"
-            self._seen.add(key)
-        n_tokens = 0 if row.input_ids is None else len(row.input_ids)
-        n_loss = supervised(row.loss_mask)
-        if reason:
+        content = row.content
+        self._digest.update(content or content_digest())
+        if not row.sample_id:
+            row = replace(row, sample_id=content.hex())
+        if isinstance(row, Sample):
+            row = self._checked(row)
+        if isinstance(row, Reject):
             self._totals["rejected"] += 1
-            line = (row.sample_id, row.row, -1, -1, -1, n_tokens, n_loss, "rejected", reason, detail, row.tag)
+            line = (
+                row.sample_id, row.row, -1, -1, -1,
+                row.n_tokens, row.n_loss, "rejected", row.reason, row.detail, row.tag,
+            )  # fmt: skip
             _append(self._rejected, line)
             return
-        self._window.append((row, n_loss))
+        self._window.append(row)
         if len(self._window) == WINDOW_ROWS:
             self.flush_window()
 
     def flush_window(self) -> None:
         """Cut the window into batches and give them to shards."""
-        window = sorted(self._window, key=lambda item: -len(_ids(item[0])))  # stable: equal lengths keep their order
+        window = sorted(
+            self._window, key=lambda sample: -len(sample.input_ids)
+        )  # stable: equal lengths keep their order
         batches = list(_cut(window, self._manifest.limits.batch_tokens))
         order = np.random.default_rng((_SHUFFLE_SEED, self._windows)).permutation(len(batches))
         for i in order:
             self._place(batches[i])
         self._window, self._windows = [], self._windows + 1
 
-    def _place(self, batch: list[tuple[CorpusRow, int]]) -> None:
-        n_tokens = sum(len(_ids(row)) for row, _ in batch)
-        n_loss = sum(loss for _, loss in batch)
+    def _place(self, batch: list[Sample]) -> None:
+        n_tokens = sum(len(sample.input_ids) for sample in batch)
+        n_loss = sum(sample.n_loss for sample in batch)
         n_bytes = n_tokens * self._token_bytes + n_loss * self._loss_bytes
         if self._shard_bytes and self._shard_bytes + n_bytes > self._manifest.store.shard_bytes:
             self._close_shard()
-        for row, loss in batch:
+        for sample in batch:
             line = (
-                row.sample_id, row.row, self._shard, self._n_batches, self._order,
-                len(_ids(row)), loss, "planned", "", "", row.tag,
+                sample.sample_id, sample.row, self._shard, self._n_batches, self._order,
+                len(sample.input_ids), sample.n_loss, "planned", "", "", sample.tag,
             )  # fmt: skip
             _append(self._columns, line)
             self._order += 1
@@ -202,9 +202,9 @@ class _Planner:
         self._totals["samples"] += len(batch)
         self._totals["tokens"] += n_tokens
         self._totals["loss_tokens"] += n_loss
-        self._totals["padded_tokens"] += len(batch) * len(_ids(batch[0][0]))
+        self._totals["padded_tokens"] += len(batch) * len(batch[0].input_ids)
         if self._sink is not None:
-            self._sink.write_batch([row for row, _ in batch])
+            self._sink.write_batch(batch)
 
     def _close_shard(self) -> None:
         self._batches.append(range(self._first_batch, self._n_batches))
@@ -221,27 +221,23 @@ class _Planner:
         table = pa.table(columns, schema=PLAN_SCHEMA)
         return Plan(table, corpus, self._batches, self._totals, self._shard_rows)
 
-    def _fault(self, row: CorpusRow) -> tuple[str, str]:
-        """Return the reason code and detail of a row that cannot be used, or empty strings."""
-        ids, mask, limits = row.input_ids, row.loss_mask, self._manifest.limits
-        if ids is None or mask is None:
-            return "bad-row", "input_ids or loss_mask is missing"
-        if len(ids) != len(mask):
-            return "length-mismatch", f"{len(ids)} ids, {len(mask)} mask entries"
+    def _checked(self, sample: Sample) -> Sample | Reject:
+        """Return a sample that this build can use, else the record of what is wrong with it."""
+        ids, n_loss, limits = sample.input_ids, sample.n_loss, self._manifest.limits
         if not len(ids):
-            return "empty", "no tokens"
-        if mask.max() > 1:
-            return "bad-mask", f"mask holds {int(mask.max())}"
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._vocab_size:
-            bad = low if low < 0 else high
-            return "ids-out-of-vocab", f"id {bad}, vocabulary of {self._vocab_size}"
+            return sample.reject("empty", "no tokens")
+        if (high := int(ids.max())) >= self._vocab_size:
+            return sample.reject("ids-out-of-vocab", f"id {high}, vocabulary of {self._vocab_size}")
         if len(ids) > limits.max_tokens:
-            return "too-long", f"{len(ids)} tokens, limit {limits.max_tokens}"
-        n_loss = supervised(mask)
+            return sample.reject("too-long", f"{len(ids)} tokens, limit {limits.max_tokens}")
         if n_loss < limits.min_loss_tokens:
-            return "too-few-supervised", f"{n_loss} supervised tokens, expected at least {limits.min_loss_tokens}"
-        return "", ""
+            wanted = f"expected at least {limits.min_loss_tokens}"
+            return sample.reject("too-few-supervised", f"{n_loss} supervised tokens, {wanted}")
+        key = xxhash.xxh3_128_digest(sample.sample_id.encode())
+        if key in self._seen:
+            return sample.reject("duplicate-id", f"{sample.sample_id!r} was seen before")
+        self._seen.add(key)
+        return sample
 
 
 @dataclass(frozen=True)
@@ -273,37 +269,18 @@ def array_bytes(plan: Plan, specs: list[ArraySpec]) -> list[ArrayBytes]:
     return out
 
 
-def _ids(row: CorpusRow) -> NDArray[np.int32]:
-    assert row.input_ids is not None
-    return row.input_ids
-
-
-def _content(row: CorpusRow) -> bytes:
-    """Return the identity of a row: xxh3-128 of its ids and mask."""
-    digest = xxhash.xxh3_128()
-    for values in (row.input_ids, row.loss_mask):
-        if values is not None and len(values):
-            digest.update(len(values).to_bytes(8, "little"))
-            digest.update(np.ascontiguousarray(values).data.cast("B"))
-    return digest.digest()
-
-
-def _with_id(row: CorpusRow, sample_id: str) -> CorpusRow:
-    return CorpusRow(row.row, sample_id, row.input_ids, row.loss_mask, row.tag, row.reason, row.detail)
-
-
 def _append(columns: dict[str, list[Any]], line: tuple[Any, ...]) -> None:
     for name, value in zip(PLAN_SCHEMA.names, line, strict=True):
         columns[name].append(value)
 
 
-def _cut(window: list[tuple[CorpusRow, int]], batch_tokens: int) -> Iterator[list[tuple[CorpusRow, int]]]:
+def _cut(window: list[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
     """Cut samples, sorted longest first, into batches; the first sample of a batch gives its padded width."""
-    batch: list[tuple[CorpusRow, int]] = []
-    for item in window:
-        if batch and (len(batch) + 1) * len(_ids(batch[0][0])) > batch_tokens:
+    batch: list[Sample] = []
+    for sample in window:
+        if batch and (len(batch) + 1) * len(batch[0].input_ids) > batch_tokens:
             yield batch
             batch = []
-        batch.append(item)
+        batch.append(sample)
     if batch:
         yield batch

@@ -1,48 +1,39 @@
-"""The main job: corpus and manifest in, a verified store out, resumable at every moment.
+"""The main job: corpus and manifest in, a verified store out; it can be resumed wherever it stopped.
 
-Read top to bottom: :func:`build` stages the corpus, claims the store, and loops over the shards that are not committed
-yet. One thread runs the target; another checks, packs and writes what it hands over, at most two forward batches
-behind, so that memory stays at the model and a few batches however long the corpus is. A shard becomes visible when it
-is whole, and the next one's files are begun after that: whatever stops the process, the next start redoes at most the
-one in progress, and forward batches that nothing was written of. Builders of one store share its shards: each takes
-the next that no other has made or is at.
+Read from top to bottom: :func:`build` stages the corpus, claims the store, and makes the shards that are not committed
+yet (:class:`hscache.build.shard_builder.ShardLoop`). This thread runs the target; the writer thread checks, packs and
+writes its states.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hscache.build.claim import ShardClaims, claim, now, refuse_foreign, store_document
+from hscache.build.claim import claim, now, refuse_foreign, store_document
 from hscache.build.plan import Plan, plan_rows
-from hscache.build.shard_builder import ShardBuilder
-from hscache.build.space import bytes_needed, free_bytes, require_room, require_space
+from hscache.build.shard_builder import ShardBuilder, ShardLoop
+from hscache.build.space import bytes_needed, require_space
 from hscache.build.spool import Spool, SpoolWriter
-from hscache.console import Interrupted, Progress, say, size, stop_on_signal
+from hscache.console import check_stop, say, stop_on_signal
 from hscache.corpus.readers import read_corpus
 from hscache.device import pick_device, pick_dtype
 from hscache.errors import ConflictError
 from hscache.manifest import BuildManifest, ResolvedManifest
 from hscache.model.facts import file_digests, resolve_manifest, tokenizer_files
-from hscache.rows import CorpusRow
+from hscache.rows import Reject, Sample
 from hscache.store import lossy
 from hscache.store.durable import Staging, disk_errors
 from hscache.store.head import write_target
-from hscache.store.index import committed_shards, finalize, read_manifest, read_shard
-from hscache.store.layout import StorePaths
+from hscache.store.index import committed_shards, finalize, missing_shards, read_manifest, read_shard
+from hscache.store.layout import StorePaths, is_committed
 
 if TYPE_CHECKING:
-    from hscache.kernels.observe import KernelObservation
     from hscache.kernels.sites import KernelRecord
-    from hscache.model.capture import Capturer
     from hscache.model.loading import LoadedTarget
-
-_BATCHES_IN_FLIGHT = 2
 
 
 @dataclass
@@ -101,9 +92,9 @@ def build(
 
     Args:
         manifest: What to cache.
-        out: Store directory; new, empty, or begun with the same manifest.
+        out: Store directory; new, empty, or started with the same manifest.
         device: Where the target runs, such as ``cuda:0``; None for CUDA if there is one.
-        fast_digest: Know the weight files by size and time instead of sha256.
+        fast_digest: Identify the weight files by size and time instead of sha256.
         kernels: Which kernel paths are accepted.
 
     Raises:
@@ -125,15 +116,15 @@ def build(
             require_space(bytes_needed(plan, resolved, range(len(plan.batches)), target=True, least=True), out)
         digest = claim(paths, document, plan, staging.path)
         _set_strays_aside(paths, staging.path)
-        todo = sorted(set(range(len(plan.batches))) - set(committed_shards(out)))
+        todo = missing_shards(out, len(plan.batches))
         target_there = paths.target.exists()
         require_space(bytes_needed(plan, resolved, todo, target=not target_there, least=True), out)
         report = BuildReport(str(out), len(plan.batches))
         if todo or not target_there:
             what = f"{len(todo)} of {len(plan.batches)} shards to build" if todo else "target/ to write"
             say(f"{what}; loading {directory.name} ({resolved.target.dtype})")
-            job = _Job(resolved, plan, paths, staging.path, digest, kernels, stop)
-            report.capture_seconds = job.run(todo, directory, device)
+            job = _Job("build", resolved, paths, staging.path, digest, stop, len(resolved.states.taps) + 1)
+            report.capture_seconds = job.capture(plan, kernels, todo, directory, device)
             report.built = job.built
         index = finalize(out, staging.path)
     _fill_report(report, index, paths)
@@ -153,58 +144,72 @@ def _with_dtype(manifest: ResolvedManifest, paths: StorePaths, device: str | Non
 
 
 def _set_strays_aside(paths: StorePaths, staging: Path) -> None:
-    """Move shard folders without ``zarr.json`` out of the way: no process of ours leaves one, but a deletion does."""
+    """Move shard folders without ``zarr.json`` away: no build leaves one, but a user who deletes files may."""
     for path in paths.shards.glob("*.zarr"):
-        if not (path / "zarr.json").exists():
-            say(f"{path}: no zarr.json, so no shard; it is built again")
+        if not is_committed(path):
+            say(f"{path}: no zarr.json, so not a shard; it is rebuilt")
             path.rename(staging / f"stray-{path.name}")
 
 
-class _Job:
-    """The capture of the shards that are left."""
+class _Job(ShardLoop):
+    """The capture of the shards that are missing."""
 
-    def __init__(
-        self,
-        manifest: ResolvedManifest,
-        plan: Plan,
-        paths: StorePaths,
-        staging: Path,
-        manifest_digest: str,
-        kernels: KernelPolicy,
-        stop: list[int],
-    ) -> None:
-        self._manifest, self._plan, self._paths, self._staging = manifest, plan, paths, staging
-        self._manifest_digest, self._kernels, self._stop = manifest_digest, kernels, stop
-        self._paths_there: dict[str, dict[str, Any]] = {}
-        self.built = 0
-        """Shards committed by this process."""
-        self._own: dict[str, Any] | None = None
-        """What the shards of this process ran."""
-        self._done = self._rejected = self._bytes = 0
-
-    def run(self, todo: list[int], directory: Path, device: str | None) -> float:
+    def capture(self, plan: Plan, kernels: KernelPolicy, todo: list[int], directory: Path, device: str | None) -> float:
         """Load the target and capture; return seconds from the first forward batch to the last commit."""
         # here, since planning and resuming a finished store need no torch
         from hscache.kernels.observe import observe_kernels
         from hscache.model.capture import Capturer
         from hscache.model.loading import load_target
 
+        self._plan, self._kernels = plan, kernels
+        self._paths_there: dict[str, dict[str, Any]] = {}
+        self._own: dict[str, Any] | None = None
+        """The kernels that the shards of this process ran."""
         shape, states = self._manifest.target.shape, self._manifest.states
         target = load_target(self._manifest.target, shape, directory, pick_device(device))
         self._accept_path(target)
         self._write_target(target, directory)
         codec = self._manifest.store.codec
-        capturer = Capturer(
+        self._capturer = Capturer(
             target,
             states.taps,
             final_state=states.final_state,
             topk=self._manifest.logits.topk,
             scheme=lossy.scheme(codec, shape.hidden_size) if codec in lossy.NAMES else None,
         )
+        self._spool = Spool(self._staging / "corpus.arrow")
         started = time.monotonic()
-        with observe_kernels(target.model, self._kernels.choice) as observation:
-            self._capture(todo, capturer, observation)
+        with observe_kernels(target.model, kernels.choice) as self._observation:
+            self.run(todo)
         return time.monotonic() - started
+
+    def tokens(self, shard: int) -> int:
+        """Return the planned tokens of a shard."""
+        return self._plan.shard_rows[shard][0]
+
+    def bytes_needed(self, shard: int) -> int:
+        """Return the size of a shard's data files without packing."""
+        return bytes_needed(self._plan, self._manifest, [shard], target=False)
+
+    def make(self, shard: int, work: ShardBuilder) -> dict[str, Any]:
+        """Run the shard's forward batches; return how its states were computed."""
+        forwards = self._capturer.forwards
+        for number in self._plan.batches[shard]:
+            check_stop(self._stop)
+            rows = self._spool.batch(number)
+            work.expected += len(rows)
+            for pending in self._capturer.start(rows):
+                self.write(work.take, pending)
+        # a shard of which no sample fitted into memory records the kernels that it would have run
+        ran = self._ran(self._observation.take(), shard) if self._capturer.forwards > forwards else self._planned
+        kernels = {"kernels": ran, "accepted_path": self._kernels.accept_path}
+        return {**self._context, "oom_splits": self._capturer.oom_splits, **kernels, "time": now()}
+
+    def accept(self, shard: int) -> None:
+        """Check that a shard of another process ran the same kernels."""
+        self._accept_shard(shard)
+        if self._own is not None:
+            self._require_same(self._own)
 
     def _write_target(self, target: LoadedTarget, directory: Path) -> None:
         tensors = {"embed": target.model.get_input_embeddings().weight}  # type: ignore[operator]
@@ -214,7 +219,7 @@ class _Job:
         write_target(self._paths.target, self._staging, tensors, {**facts, "shape": target.shape.model_dump()}, copies)
 
     def _accept_path(self, target: LoadedTarget) -> None:
-        """Refuse a fallback on a GPU, and a path other than that of the committed shards."""
+        """Refuse a fallback on a GPU, and a kernel path that differs from that of the committed shards."""
         from hscache.kernels.observe import planned_records
         from hscache.kernels.path import describe_path
         from hscache.kernels.provenance import context, kernels, refuse_fallback
@@ -230,7 +235,7 @@ class _Job:
             self._accept_shard(shard)
 
     def _accept_shard(self, shard: int) -> None:
-        """Refuse to go on beside a committed shard of another kernel path."""
+        """Refuse to add to a store that has a shard of another kernel path."""
         record = read_shard(self._paths.shard(shard), whole=True)
         there, made = record["provenance"], record["provenance"]["kernels"]
         if made["path_id"] == self._kernels.accept_path or all(record["samples"]["reason"]):
@@ -250,92 +255,28 @@ class _Job:
             hint=f"restore that environment, or accept the mixture: --accept-path {there['kernels']['path_id']}",
         )
 
-    def _capture(self, todo: list[int], capturer: Capturer, observation: KernelObservation) -> None:
-        spool = Spool(self._staging / "corpus.arrow")
-        progress = Progress("build", sum(self._plan.shard_rows[shard][0] for shard in todo), "tok")
-        in_flight: deque[Future[int]] = deque()
-
-        def collect(limit: int) -> None:
-            while len(in_flight) > limit:
-                tokens = in_flight.popleft().result()
-                progress.advance(tokens, self._note(progress, len(todo)))
-
-        def made(shard: int) -> bool:
-            """Return whether a shard is there; it must be of our kernel path."""
-            if not (self._paths.shard(shard) / "zarr.json").exists():
-                return False
-            self._accept_shard(shard)
-            if self._own is not None:
-                self._require_same(self._own)
-            self._done += 1
-            progress.advance(self._plan.shard_rows[shard][0], self._note(progress, len(todo)))
-            return True
-
-        with ShardClaims(self._paths.manifest) as claims, ThreadPoolExecutor(1, "writer") as writer:
-            for shard in claims.shares(todo, made, self._stop, lambda: collect(0)):
-                require_room(bytes_needed(self._plan, self._manifest, [shard], target=False), self._paths.root)
-                forwards = capturer.forwards
-                work = ShardBuilder(self._staging, self._manifest, self._paths.shard(shard))
-                for number in self._plan.batches[shard]:
-                    if self._stop:
-                        raise Interrupted(self._stop[0])
-                    rows = spool.batch(number)
-                    work.expected += len(rows)
-                    for pending in capturer.start(rows):
-                        in_flight.append(writer.submit(work.take, pending))
-                    collect(_BATCHES_IN_FLIGHT)
-                # here: on the writer thread the next shard's calls would be counted with this one's
-                ran = self._ran(observation.take(), shard) if capturer.forwards > forwards else self._nothing_ran()
-                seen = {"oom_splits": capturer.oom_splits, **ran}
-                in_flight.append(writer.submit(self._commit, work, shard, seen))
-                self.built += 1
-                self._done += 1
-                # the shard before this one is committed by now, so that at most one waits for its first write
-                collect(_BATCHES_IN_FLIGHT)
-            collect(0)
-        progress.close()
-
     def _ran(self, records: list[KernelRecord], shard: int) -> dict[str, Any]:
-        """Return the kernels that a shard ran; refuse it when they are no path, or not that of the other shards."""
+        """Return the kernels that a shard ran.
+
+        Refuses them when they do not form one path, or when other shards of the store ran another one.
+        """
         from hscache.kernels.provenance import kernels, require_one_path
 
         require_one_path(records, f"shard {shard}")
         here = {**self._context, "kernels": kernels(records, self._device)}
         self._require_same(here)
         self._paths_there, self._own = {here["kernels"]["path_id"]: here}, here
-        return {"kernels": here["kernels"], "accepted_path": self._kernels.accept_path}
+        return here["kernels"]  # type: ignore[no-any-return]
 
     def _require_same(self, here: dict[str, Any]) -> None:
         for path_id, there in self._paths_there.items():
             if path_id != here["kernels"]["path_id"]:
                 raise self._other_kernels(there, here)
 
-    def _nothing_ran(self) -> dict[str, Any]:
-        """Return what a shard records that has no sample, since none fitted into memory: the path it would have run."""
-        return {"kernels": self._planned, "accepted_path": self._kernels.accept_path}
 
-    def _commit(self, work: ShardBuilder, shard: int, seen: dict[str, Any]) -> int:
-        work.commit(
-            {
-                "shard": shard,
-                "manifest_digest": self._manifest_digest,
-                "provenance": {**self._context, **seen, "time": now()},
-            }
-        )
-        self._rejected += work.rejected
-        self._bytes += work.bytes
-        return 0
-
-    def _note(self, progress: Progress, total: int) -> str:
-        rate = self._bytes / max(progress.elapsed_s, 1e-9)
-        free = size(free_bytes(self._paths.root))
-        return f"{size(rate)}/s, {self._done}/{total} shards, {self._rejected} rejected, {free} free"
-
-
-def _until_stopped(rows: Iterable[CorpusRow], stop: list[int]) -> Iterator[CorpusRow]:
+def _until_stopped(rows: Iterable[Sample | Reject], stop: list[int]) -> Iterator[Sample | Reject]:
     for row in rows:
-        if stop:
-            raise Interrupted(stop[0])
+        check_stop(stop)
         yield row
 
 

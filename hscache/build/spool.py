@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 
-from hscache.rows import CorpusRow
+from hscache.rows import Sample
 
 _SCHEMA = pa.schema(
     [
@@ -31,7 +31,7 @@ class SpoolWriter:
     def __init__(self, path: Path) -> None:
         self._writer = pa.ipc.new_file(str(path), _SCHEMA)
 
-    def write_batch(self, rows: list[CorpusRow]) -> None:
+    def write_batch(self, rows: list[Sample]) -> None:
         """Write one forward batch."""
         columns = [
             pa.array([row.row for row in rows], pa.int64()),
@@ -56,12 +56,12 @@ class Spool:
     def __init__(self, path: Path) -> None:
         self._reader = pa.ipc.open_file(pa.OSFile(str(path)))
 
-    def batch(self, number: int) -> list[CorpusRow]:
+    def batch(self, number: int) -> list[Sample]:
         """Return the samples of one forward batch."""
         table = self._reader.get_batch(number)
         ids, masks = table.column("input_ids"), table.column("loss_mask")
         return [
-            CorpusRow(
+            Sample(
                 row=table.column("row")[i].as_py(),
                 sample_id=table.column("sample_id")[i].as_py(),
                 input_ids=np.asarray(ids[i].values.to_numpy(zero_copy_only=False), np.int32),

@@ -20,20 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hscache.console import Interrupted, Progress, say, stop_on_signal
-from hscache.corpus.tokenize import (
-    RowFault,
-    encode_chat,
-    file_names,
-    is_messages,
-    load_tokenizer,
-    read_rows,
-    row_id,
-    text_messages,
-)
+from hscache.corpus.boundaries import Encoder
+from hscache.corpus.chat import ChatTemplate, Conversation, RowFault, conversation
+from hscache.corpus.containers import find_files, read_file
+from hscache.corpus.formats import read_prompt
+from hscache.corpus.tokenize import file_names, load_tokenizer, row_id
 from hscache.corpus.writer import CorpusReport, CorpusWriter, Journal, journal_path
 from hscache.device import Dtype, pick_device, pick_dtype
 from hscache.errors import EnvironmentFault
-from hscache.model.facts import file_digests
+from hscache.model.facts import end_token_ids, file_digests
 from hscache.store.durable import disk_errors
 
 if TYPE_CHECKING:
@@ -41,6 +36,7 @@ if TYPE_CHECKING:
 
 REASONS: dict[str, str] = {
     "bad-json": "the line is not a JSON object",
+    "damaged": "the file is damaged where the row is",
     "bad-row": "the row has no prompt, messages or turns, or they are not text or messages",
     "empty-prompt": "the prompt has no tokens",
     "template-refused": "the chat template raises an error on this row",
@@ -105,6 +101,7 @@ def generate_corpus(
     raw: bool = False,
     batch_size: int = 32,
     limit: int | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
     dtype: Dtype = "auto",
     device: str | None = None,
 ) -> CorpusReport:
@@ -118,6 +115,7 @@ def generate_corpus(
         raw: Continue texts as they are, without the chat template.
         batch_size: Prompts decoded together.
         limit: First N prompts of each file.
+        template_kwargs: Variables of the chat template; those of a row win.
         dtype: Precision of the target; ``auto`` is bfloat16 where the device has it, else float32.
         device: Such as ``cuda:0``; None for CUDA if there is one.
 
@@ -131,7 +129,7 @@ def generate_corpus(
     target = target.expanduser()
     tokenizer = load_tokenizer(target)
     with disk_errors(out), stop_on_signal() as stop, CorpusWriter(out) as writer:
-        rows = read_prompts(prompts, tokenizer, writer.reject, raw=raw, limit=limit)
+        rows = read_prompts(prompts, tokenizer, writer.reject, raw=raw, limit=limit, template_kwargs=template_kwargs)
         ready = _fitting(rows, target, sampling, writer.reject, stop)
         if not ready:
             return writer.report
@@ -253,9 +251,8 @@ class _Decoder:
         model: Any = load_model(target, getattr(torch, dtype))[0].to(device)
         self._model, self._device, self._seed, self._torch = model, model.device, sampling.seed, torch
         theirs = model.generation_config
-        eos = theirs.eos_token_id
-        self.eos_ids: set[int] = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-        self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(self.eos_ids), 0)
+        self.eos_ids = end_token_ids(target, tokenizer)
+        self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.eos_ids, default=0)
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:  # top_k 0 turns it off; otherwise transformers uses 50
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
@@ -264,7 +261,10 @@ class _Decoder:
             say(f"{target.name}: this command's sampling options apply; its generation config's {', '.join(ignored)} "
                 "have no effect")  # fmt: skip
         self._choice = transformers.GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens, eos_token_id=eos, pad_token_id=self._pad_id, **choice
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=sorted(self.eos_ids) or None,
+            pad_token_id=self._pad_id,
+            **choice,
         )
         # transformers fills the fields left open here from the model's own generation config
         model.generation_config = self._choice
@@ -305,7 +305,13 @@ def _batches(n_tokens: Sequence[int], batch_size: int) -> Iterator[list[int]]:
 
 
 def read_prompts(
-    paths: list[Path], tokenizer: Any, reject: Reject, *, raw: bool = False, limit: int | None = None
+    paths: list[Path],
+    tokenizer: Any,
+    reject: Reject,
+    *,
+    raw: bool = False,
+    limit: int | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[Prompt]:
     """Stream the prompts of files.
 
@@ -315,46 +321,55 @@ def read_prompts(
         reject: Called with path, row, reason and detail of a row that has no prompt.
         raw: Continue texts as they are, without the chat template.
         limit: First N rows of each file.
+        template_kwargs: Variables of the chat template; those of a row win.
 
     Raises:
         InputError: ``corpus-missing``, ``corpus-format``, ``template-missing``, ``template-invalid``.
     """
-    names = file_names(paths)
-    for path in paths:
-        for row, value, fault in islice(read_rows(path), limit):
+    files = [file for path in paths for file in find_files(path)]
+    names, encode = file_names(files), PromptEncoder(tokenizer, raw=raw, template_kwargs=template_kwargs)
+    for file in files:
+        for row in islice(read_file(file), limit):
             try:
-                if value is None:
-                    raise RowFault("bad-json", fault)
-                ids = _prompt_ids(tokenizer, value, raw=raw)
+                if row.value is None:
+                    raise RowFault(row.reason, row.fault)
+                ids = encode(row.value)
             except RowFault as error:
-                reject(str(path), row, error.reason, error.detail)
+                reject(str(file), row.number, error.reason, error.detail)
                 continue
-            tag = None if value.get("tag") is None else str(value["tag"])
-            yield Prompt(path.name, row, row_id(value, names[path], row), ids, tag)
+            tag = None if row.value.get("tag") is None else str(row.value["tag"])
+            yield Prompt(file.name, row.number, row_id(row.value, names[file], row.number), ids, tag)
 
 
-def _prompt_ids(tokenizer: Any, value: Mapping[str, Any], *, raw: bool) -> list[int]:
-    prompt = _prompt(value)
-    if raw and isinstance(prompt, str):
-        ids = list(tokenizer(prompt)["input_ids"])
-    else:
-        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else text_messages(tokenizer, prompt)
-        ids = encode_chat(tokenizer, chat, add_generation_prompt=True)
-    if not ids:
-        raise RowFault("empty-prompt", "the prompt has no tokens")
-    return ids
+class PromptEncoder:
+    """Turns rows into the ids that a server would give the target.
 
+    Args:
+        tokenizer: The target's.
+        raw: Continue texts as they are, without the chat template.
+        template_kwargs: Variables of the chat template; those of a row win.
+    """
 
-def _prompt(value: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-    """Return a row's prompt as text, or as messages that end with the user's turn."""
-    prompt, messages, turns = value.get("prompt"), value.get("messages"), value.get("turns")
-    if (isinstance(prompt, str) and prompt) or is_messages(prompt):
-        return prompt
-    if is_messages(messages):
-        turn = max((i + 1 for i, message in enumerate(messages) if message["role"] != "assistant"), default=0)
-        if turn:
-            return messages[:turn]
-    if isinstance(turns, list) and turns and isinstance(turns[0], str):
-        return turns[0]
-    found = ", ".join(f"{name} ({type(item).__name__})" for name, item in value.items())
-    raise RowFault("bad-row", f"found {found}; expected prompt (text or messages), messages or turns (texts)")
+    def __init__(self, tokenizer: Any, *, raw: bool = False, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        self._encoder, self.template = Encoder(tokenizer), ChatTemplate(tokenizer)
+        self._raw, self._kwargs = raw, dict(template_kwargs or {})
+
+    def __call__(self, value: Mapping[str, Any]) -> list[int]:
+        """Return the prompt's ids.
+
+        Raises:
+            RowFault: ``bad-row``, ``empty-prompt``, ``template-refused``.
+            InputError: ``template-missing``, ``template-invalid``.
+        """
+        prompt = read_prompt(value, self._kwargs)
+        if isinstance(prompt, str) and not self._raw:
+            prompt = conversation([{"role": "user", "content": prompt}], value, self._kwargs)
+        if isinstance(prompt, Conversation):
+            self.template.check(prompt)
+            text, special = self.template.render(prompt, add_generation_prompt=True), False
+        else:
+            text, special = prompt, True
+        ids = self._encoder.encode([text], special=special)[0].ids
+        if not ids:
+            raise RowFault("empty-prompt", "the prompt has no tokens")
+        return ids

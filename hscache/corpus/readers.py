@@ -1,32 +1,39 @@
-"""Stream tokenized sources: parquet, JSONL and Arrow directories with ``input_ids`` and ``loss_mask``.
+"""Read an already tokenized corpus: token ids with a mask or labels, from any file that :mod:`containers` reads.
 
 ::
 
-    path -> detect_format -> read_corpus -> CorpusRow, CorpusRow, ...  -> plan
+    path -> read_corpus -> Sample | Reject, ...  -> plan
 
-A row that cannot be read becomes a :class:`hscache.rows.CorpusRow` with a reason, so that row numbers stay those of the
-file. A file that ends in the middle of a record gives its good rows; the last row says at which byte the file ends.
+The tokens to supervise come from the columns that a row has:
+
+- ``loss_mask`` (hscache, speculators, SpecForge): 1 where a token is supervised;
+- ``completion_mask``, ``assistant_masks`` (TRL): 1 where it is supervised; with both, where both are 1;
+- ``labels`` (axolotl, Hugging Face): the token's own id where it is supervised, -100 elsewhere.
+
+Tokens whose ``attention_mask`` is 0 are padding and left out. A list of one list, as in SpecForge's processed rows,
+means the inner list. A row that cannot be used becomes a :class:`hscache.rows.Reject`, so that rows keep their numbers.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
+from hscache.console import say
+from hscache.corpus.containers import Row, find_files, read_file
 from hscache.errors import InputError
-from hscache.rows import CorpusRow
+from hscache.rows import Reject, Sample, content_digest
 
 _ID_COLUMNS = ("sample_id", "id", "primary_id", "uuid")
-_BATCH_ROWS = 256
-_ARROW_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")
+_MASK_COLUMNS = ("loss_mask", "completion_mask", "assistant_masks", "labels")
+_UNSUPERVISED = -100
+_WANTED = ("input_ids", *_MASK_COLUMNS, "attention_mask", "tag", "finish_reason", *_ID_COLUMNS)
 
 CORPUS_SCHEMA = pa.schema(
     [
@@ -41,222 +48,140 @@ CORPUS_SCHEMA = pa.schema(
 """Columns that ``tokenize`` and ``generate`` write; ``finish_reason`` is null where the input had the completion."""
 
 
-def detect_format(path: Path) -> str:
-    """Return ``parquet``, ``jsonl`` or ``arrow``.
-
-    Raises:
-        InputError: ``corpus-missing`` or ``corpus-format``.
-    """
-    if not path.exists():
-        raise InputError(
-            "corpus-missing", f"{path}: no such corpus", hint="hscache tokenize or hscache generate makes one"
-        )
-    if path.is_dir() and any((path / name).exists() for name in _ARROW_FILES):
-        return "arrow"
-    suffixes = path.suffixes
-    if path.is_file() and suffixes[-1:] == [".parquet"]:
-        return "parquet"
-    if path.is_file() and (suffixes[-1:] in ([".jsonl"], [".json"]) or suffixes[-2:] == [".jsonl", ".gz"]):
-        return "jsonl"
-    raise InputError(
-        "corpus-format",
-        f"{path}: expected .parquet, .jsonl, .jsonl.gz or a save_to_disk directory",
-        hint="hscache tokenize turns chat messages and prompt+completion files into a corpus",
-    )
-
-
-def read_corpus(path: Path) -> Iterator[CorpusRow]:
-    """Stream a tokenized corpus.
+def read_corpus(path: Path) -> Iterator[Sample | Reject]:
+    """Stream a tokenized corpus, and log one line that says which columns it is read from.
 
     Args:
-        path: File or directory.
+        path: File, folder or glob pattern; see :func:`hscache.corpus.containers.find_files`.
 
     Raises:
         InputError: ``corpus-missing``, ``corpus-format``, ``corpus-truncated``.
     """
-    kind = detect_format(path)
-    if kind == "jsonl":
-        yield from _jsonl_rows(path)
-        return
-    batches, names = _arrow_batches(path, kind)
-    _require_columns(path, names)
-    id_column = next((name for name in _ID_COLUMNS if name in names), None)
-    row = 0
-    for batch in batches:
-        for line in _lines(batch):
-            yield _row(row, line, id_column)
-            row += 1
+    files = find_files(path)
+    # not the whole path: a corpus is the same one wherever it lies
+    root = os.path.commonpath([file.parent for file in files])
+    told: set[tuple[str, ...]] = set()
+    number = 0
+    for file in files:
+        name = f"{file.relative_to(root)} " if len(files) > 1 else ""
+        known = False
+        for row in read_file(file, columns=_WANTED, arrays=True):
+            place = f"{name}line {row.line}" if row.line else f"{name}row {row.number}"
+            if row.value is None:
+                yield Reject(number, "", row.reason, f"{place}: {row.fault}")
+            else:
+                if not known:
+                    known, columns = True, _columns(row)
+                    if columns not in told:
+                        say(f"{path}: {' + '.join(columns)}" + (f", {len(files)} files" if len(files) > 1 else ""))
+                    told.add(columns)
+                yield read_sample(number, row.value, place, place if name else "")
+            number += 1
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-    """Stream a JSONL file, plain or gzipped.
-
-    Yields:
-        Row number, the object (None when the line is not a JSON object), and what was wrong.
-    """
-    for row, (start, line, fault) in enumerate(_read_lines(path)):
-        value: Any = None
-        if not fault:
-            try:
-                value = json.loads(line)
-                if b"\\ud" in line.lower():  # a lone surrogate is a str that cannot be encoded as UTF-8
-                    json.dumps(value, ensure_ascii=False).encode()
-                if not isinstance(value, dict):
-                    fault = f"{type(value).__name__}, expected an object"
-            except (ValueError, RecursionError) as error:  # bad JSON and bad UTF-8 alike
-                fault = str(error)
-        yield row, (None if fault else value), f"byte {start}: {fault}" if fault else ""
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, bytes, str]]:
-    """Stream the lines that are not blank: offset, line, fault; in a broken .gz the last item has only a fault."""
-    packed = path.suffix == ".gz"
-    with gzip.open(path, "rb") if packed else open(path, "rb") as file:
-        offset = 0
-        while True:
-            try:
-                line = file.readline()
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                if not offset and isinstance(error, gzip.BadGzipFile):
-                    raise InputError("corpus-format", f"{path}: not gzip: {error}") from error
-                yield offset, b"", f"(of the unpacked text) {error}"
-                return
-            if not line:
-                return
-            if line.strip():
-                yield offset, line, ""
-            offset += len(line)
-
-
-def _jsonl_rows(path: Path) -> Iterator[CorpusRow]:
-    id_column: str | None = None
-    checked = False
-    for row, value, fault in read_jsonl(path):
-        if value is None:
-            yield CorpusRow(row, reason="bad-json", detail=fault)
-            continue
-        if not checked:
-            _require_columns(path, value)
-            checked = True
-        id_column = id_column or next((name for name in _ID_COLUMNS if name in value), None)
-        yield _row(row, value, id_column)
-
-
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a parquet file.
+def _columns(row: Row) -> tuple[str, ...]:
+    """Return the columns that a file's first good row is read from.
 
     Raises:
-        InputError: ``corpus-truncated`` when the file begins as parquet but has no footer, else ``corpus-format``.
+        InputError: ``corpus-format``.
     """
-    try:
-        return pq.ParquetFile(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        with open(path, "rb") as file:
-            begun = file.read(4) == b"PAR1"
-        if begun:
-            what = f"{path}: a parquet file without a valid footer, truncated or half written: {error}"
-            raise InputError("corpus-truncated", what, hint="write it again: parquet cannot be read in part") from error
-        raise InputError("corpus-format", f"{path}: not a parquet file: {error}") from error
+    names = row.columns or list(row.value or ())
+    masks = _masks(names)
+    if "input_ids" in names and masks:
+        return ("input_ids", *masks)
+    missing = [] if "input_ids" in names else ["input_ids"]
+    missing += [] if masks else [" or ".join(_MASK_COLUMNS)]
+    what = f"{row.file}: no column {', '.join(missing)}; found {', '.join(names) or 'none'}"
+    raise InputError("corpus-format", what, hint="hscache tokenize takes chat messages and prompt+completion rows")
 
 
-def parquet_batches(path: Path, file: pq.ParquetFile, **options: Any) -> Iterator[pa.RecordBatch]:
-    """Stream a parquet file's batches.
+def _masks(names: Sequence[str]) -> list[str]:
+    """Return the columns that say which tokens are supervised; all of them must agree."""
+    return ["loss_mask"] if "loss_mask" in names else [name for name in _MASK_COLUMNS if name in names]
 
-    Raises:
-        InputError: ``corpus-truncated`` when a page cannot be read.
+
+def read_sample(number: int, value: Mapping[str, Any], place: str, source: str = "") -> Sample | Reject:
+    """Return what a row of token ids holds.
+
+    Args:
+        number: Number of the row in the corpus.
+        value: The row.
+        place: Where the row is, for the detail of a reject.
+        source: Where the row is, for the record of a sample.
     """
-    try:
-        yield from map(_sound, file.iter_batches(**options))
-    except (pa.ArrowException, OSError) as error:
-        raise InputError("corpus-truncated", f"{path}: damaged data before a valid footer: {error}") from error
-
-
-def _sound(batch: pa.RecordBatch) -> pa.RecordBatch:
-    batch.validate(full=True)  # finds text that is not UTF-8, which would otherwise fail when a row is read
-    return batch
-
-
-def _arrow_batches(path: Path, kind: str) -> tuple[Iterable[pa.RecordBatch], list[str]]:
-    wanted = ["input_ids", "loss_mask", "tag", *_ID_COLUMNS]
-    if kind == "parquet":
-        file = open_parquet(path)
-        names = file.schema_arrow.names
-        return parquet_batches(path, file, batch_size=_BATCH_ROWS, columns=[n for n in wanted if n in names]), names
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise InputError("corpus-truncated", f"{path}: not a complete save_to_disk directory: {error}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        raise InputError(
-            "corpus-format", f"{path}: holds the splits {list(loaded)}", hint="name one: --set corpus.path=DIR/SPLIT"
-        )
-    names = loaded.column_names
-    kept = loaded.select_columns([n for n in wanted if n in names]).with_format("arrow")
-    tables = kept.iter(batch_size=_BATCH_ROWS)
-    return _table_batches(path, tables), names
-
-
-def _table_batches(path: Path, tables: Iterable[pa.Table]) -> Iterator[pa.RecordBatch]:
-    try:
-        for table in tables:
-            yield from map(_sound, table.to_batches())
-    except (pa.ArrowException, OSError) as error:
-        raise InputError("corpus-truncated", f"{path}: damaged: {error}") from error
-
-
-def _lines(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    """Return rows as mappings; lists of integers become numpy views, fifty times faster than Python numbers."""
-    lists, plain = {}, {}
-    for name in batch.schema.names:
-        column = batch.column(name)
-        typed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        if typed and pa.types.is_integer(column.type.value_type) and not column.flatten().null_count:
-            lists[name] = column
-        else:
-            plain[name] = column.to_pylist()
-    for i in range(batch.num_rows):
-        line: dict[str, Any] = {name: values[i] for name, values in plain.items()}
-        for name, column in lists.items():
-            values = column[i].values
-            line[name] = None if values is None else values.to_numpy()
-        yield line
-
-
-def _require_columns(path: Path, names: Iterable[str]) -> None:
-    names = list(names)
-    missing = [name for name in ("input_ids", "loss_mask") if name not in names]
-    if missing:
-        hint = "hscache tokenize takes chat messages and prompt+completion rows"
-        raise InputError(
-            "corpus-format", f"{path}: no column {', '.join(missing)}; found {', '.join(names)}", hint=hint
-        )
-
-
-def _row(row: int, value: Mapping[str, Any], id_column: str | None) -> CorpusRow:
-    sample_id = value.get(id_column) if id_column else None
-    name = "" if sample_id is None else str(sample_id)
-    tag = None if value.get("tag") is None else str(value["tag"])
+    sample_id = next((str(value[name]) for name in _ID_COLUMNS if value.get(name) is not None), "")
+    tag = _text(value.get("tag"))
+    names = [name for name, cell in value.items() if cell is not None]
+    masks = _masks(names) or ["loss_mask"]
+    padding = [name for name in ("attention_mask",) if name in names]
     try:
         ids = _whole_numbers(value.get("input_ids"), "input_ids")
-        mask = _whole_numbers(value.get("loss_mask"), "loss_mask")
+        columns = {name: _whole_numbers(value.get(name), name) for name in (*masks, *padding)}
     except ValueError as error:
-        return CorpusRow(row, name, tag=tag, reason="bad-row", detail=str(error))
-    # ids that exceed int32 and masks that exceed uint8 must stay recognisable as wrong, not wrap around
-    ids32 = np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32)
-    mask8 = np.where((mask < 0) | (mask > 1), 2, mask).astype(np.uint8)
-    return CorpusRow(row, name, ids32, mask8, tag)
+        return Reject(number, sample_id, "bad-row", f"{place}: {error}", tag)
+    if fault := _fault(ids, columns):
+        reason, detail = fault
+        content = content_digest(*(column.astype(np.int64) for column in (ids, *columns.values())))
+        return Reject(number, sample_id, reason, f"{place}: {detail}", tag, len(ids), content=content)
+    supervised = np.ones(len(ids), np.uint8)
+    for name in masks:
+        supervised &= columns[name] != (_UNSUPERVISED if name == "labels" else 0)
+    ids32: NDArray[np.int32] = ids.astype(np.int32)
+    for name in padding:
+        real = columns[name] != 0
+        ids32, supervised = ids32[real], supervised[real]
+    return Sample(number, sample_id, ids32, supervised, tag, _text(value.get("finish_reason")), source)
 
 
-def _whole_numbers(value: object, name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _fault(ids: NDArray[Any], columns: Mapping[str, NDArray[Any]]) -> tuple[str, str] | None:
+    """Return the reason why ids and masks cannot be a sample, and the wrong value; None when they can."""
+    for name, column in columns.items():
+        if len(column) != len(ids):
+            return "length-mismatch", f"{len(ids)} input_ids, {len(column)} {name}"
+    for name, column in columns.items():
+        if name == "labels":
+            wrong = (column != ids) & (column != _UNSUPERVISED)
+            expected = "the token's own id, or -100"
+        else:
+            wrong, expected = (column < 0) | (column > 1), "0 or 1"
+        if wrong.any():
+            at = int(wrong.argmax())
+            return "bad-mask", f"{name} holds {column[at]} for token {at}, which is {ids[at]}; expected {expected}"
+    wrong = (ids < 0) | (ids > np.iinfo(np.int32).max)
+    if wrong.any():
+        at = int(wrong.argmax())
+        return "ids-out-of-vocab", f"input_ids holds {ids[at]} as token {at}, expected an id of the vocabulary"
+    return None
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _whole_numbers(value: object, name: str) -> NDArray[np.integer[Any]]:
+    """Return a cell as a one-dimensional array.
+
+    Raises:
+        ValueError: It is something else; the message names the column and the value.
+    """
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        value = value[0]
     if isinstance(value, np.ndarray):
-        return value.astype(np.int64)
+        return value
+    if value is None:
+        raise ValueError(f"{name} is missing")
     if not isinstance(value, list):
-        raise ValueError(f"{name} is {type(value).__name__}, expected a list of whole numbers")
+        raise ValueError(f"{name} is {_short(value)}, expected a list of whole numbers")
     if not set(map(type, value)) <= {int, bool}:
-        raise ValueError(f"{name} holds something else than whole numbers")
+        item = next(item for item in value if type(item) not in (int, bool))
+        raise ValueError(f"{name} holds {_short(item)}, expected whole numbers")
     try:
         return np.array(value, np.int64)
     except OverflowError:
-        raise ValueError(f"{name} holds a number beyond 64 bits") from None
+        item = next(item for item in value if not -(1 << 63) <= item < 1 << 63)
+        raise ValueError(f"{name} holds {_short(item)}, a number beyond 64 bits") from None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,87 +1,385 @@
-"""Turn chats and prompt+completion rows into token ids with an exact, token-level loss mask.
+"""Turn training rows of any common format into token ids with an exact, token-level loss mask.
 
-A mask comes from one of two sources, never from searching for strings. Chat ``messages`` need a template that marks
-what the assistant wrote (``{% generation %}``); the tokenizer turns the marks into a mask. ``prompt`` + ``completion``
-rows are tokenized up to each boundary and as a whole. If the tokens up to a boundary are not a prefix of the whole
-row's tokens, the boundary lies inside a token, and the row is rejected rather than masked approximately.
+::
 
-``prompt`` and ``completion`` are either texts, used as they are, or lists of messages, rendered by the chat template.
-With messages each assistant turn of the completion is supervised, from after its generation prompt to its end token.
-Text that a template writes after the end token, such as ChatML's newline, is never supervised, because the target never
-writes it.
+    file -> rows -> formats.read_row -> text and its answers -> ids (in batches) -> mask -> corpus
+
+A mask never comes from searching for strings. The text before an answer is what a server would give the target: the
+messages so far with the generation prompt, or the prompt as it is. Its tokens must be a prefix of the row's tokens;
+otherwise the boundary lies inside a token, and the answer is rejected rather than masked approximately. A supervised
+run begins there and ends with the first end token, because generation stops there. What a template writes after it,
+such as ChatML's newline, is never supervised.
+
+Templates of reasoning models leave the thoughts of earlier turns out. Then the row's text does not contain what the
+target was given, and the row becomes one sample for each answer.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal
 
-from hscache.corpus.readers import open_parquet, parquet_batches, read_jsonl
+import numpy as np
+from numpy.typing import NDArray
+
+from hscache.console import say
+from hscache.corpus.boundaries import Encoder, TextTokens
+from hscache.corpus.chat import ChatTemplate, Conversation, RowFault, conversation
+from hscache.corpus.containers import Row, find_files, read_file
+from hscache.corpus.formats import FORMATS, Format, Source, Texts, Tokens, detect, read_row
+from hscache.corpus.readers import read_sample
 from hscache.corpus.writer import CorpusReport, CorpusWriter
 from hscache.errors import EnvironmentFault, InputError
+from hscache.model.facts import end_token_ids, text_config
+from hscache.rows import Reject
 
 REASONS: dict[str, str] = {
     "bad-json": "the line is not a JSON object",
-    "bad-row": "the row has neither messages nor prompt and completion, or they are not text or messages",
+    "damaged": "the file is damaged where the row is",
+    "bad-row": "the row is of no known format, or its fields are not of the expected kinds",
     "empty-prompt": "the prompt has no tokens",
     "empty-completion": "the completion has no tokens",
-    "template-refused": "the chat template raises an error on this row",
-    "unstable-boundary": "the prompt's tokens are not a prefix of the whole row's tokens",
-    "nothing-supervised": "no token of this row is the assistant's",
+    "cut-answer": "the answer was cut off at a limit of length (--drop-cut)",
+    "template-refused": "the chat template raises an error on this row, or does not write its tool calls",
+    "unstable-boundary": "the tokens that a server would give the target are not a prefix of the row's tokens",
+    "nothing-supervised": "no token of this row is an answer to a prompt",
+    "length-mismatch": "ids and mask differ in length",
+    "bad-mask": "the mask or the labels hold another value than expected",
+    "ids-out-of-vocab": "an id is outside the target's embedding",
 }
 """Why ``tokenize`` rejects a row."""
+Turns = Literal["auto", "each", "last"]
+_BATCH_ROWS = 256
 
 
-class RowFault(Exception):
-    """A row cannot become a sample.
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """What ``tokenize`` makes of rows.
 
-    Args:
-        reason: A key of the command's ``REASONS``.
-        detail: What was found.
+    Attributes:
+        chat_template: Jinja file to use instead of the tokenizer's template.
+        template_kwargs: Variables of the template; those of a row win.
+        turns: Which answers of a conversation become supervised. ``auto``: all in one sample, or a sample for each
+            where the template leaves out parts of earlier turns; ``each``: a sample for each; ``last``: the last only.
+        drop_cut: Reject rows whose answer was cut off at a limit of length.
+        format: A key of ``FORMATS``; None to recognise it row by row.
+        markers: What precedes and what ends an answer in rows of ``text``.
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason, self.detail = reason, detail
+    chat_template: Path | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    turns: Turns = "auto"
+    drop_cut: bool = False
+    format: Format | None = None
+    markers: tuple[str, str] | None = None
 
 
-def tokenize_files(inputs: list[Path], target: Path, out: Path, *, chat_template: Path | None = None) -> CorpusReport:
+@dataclass(frozen=True)
+class _Draft:
+    """A sample before its text is tokenized; a fault where there is none.
+
+    Attributes:
+        row: The row.
+        sample_id: The future sample's id.
+        source: What the row holds.
+        text: What is tokenized.
+        answers: Begin and end of each answer in it, in characters: after the generation prompt, and where the message
+            ends.
+        tag: The row's tag.
+        ended: The row's ``finish_reason``.
+        part: Number of the sample among those of its row.
+        fault: Why there is no sample.
+    """
+
+    row: Row
+    sample_id: str
+    source: Source | None = None
+    text: str = ""
+    answers: Sequence[tuple[int, int]] = ()
+    tag: str | None = None
+    ended: str | None = None
+    part: int = 0
+    fault: RowFault | None = None
+
+
+def tokenize_files(inputs: list[Path], target: Path, out: Path, options: TokenizeOptions | None = None) -> CorpusReport:
     """Tokenize files into one corpus.
 
     Args:
-        inputs: JSONL(.gz) or parquet files.
+        inputs: Files of rows in one of the formats of :data:`hscache.corpus.formats.FORMATS`.
         target: Checkpoint directory; its tokenizer is used.
         out: Parquet corpus to write; rejected rows go to ``*.rejected.jsonl`` beside it.
-        chat_template: Jinja file to use instead of the tokenizer's template.
+        options: How rows are read.
 
     Raises:
-        InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-without-generation``,
-            ``template-missing``, ``template-invalid``.
+        InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``,
+            ``template-invalid``.
         ConflictError: ``corpus-exists``.
         EnvironmentFault: ``target-missing``, ``target-config``.
     """
+    options = options or TokenizeOptions()
     tokenizer = load_tokenizer(target)
-    if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template)
+    if options.chat_template is not None:
+        tokenizer.chat_template = _read_template(options.chat_template)
         with suppress(RowFault):  # reports a template that cannot be compiled before the first row
-            render_chat(tokenizer, [{"role": "user", "content": "hello"}], tokenize=False)
-    ends, names = _end_ids(tokenizer, target), file_names(inputs)
+            ChatTemplate(tokenizer).render(conversation([{"role": "user", "content": "hello"}], {}, {}))
+    maker = _SampleMaker(tokenizer, end_token_ids(target.expanduser(), tokenizer), _vocab_size(target), options)
+    files = [file for path in inputs for file in find_files(path)]
+    names = file_names(files)
     with CorpusWriter(out) as writer:
-        for path in inputs:
-            for row, value, fault in read_rows(path):
-                try:
-                    if value is None:
-                        raise RowFault("bad-json", fault)
-                    ids, mask = encode_row(tokenizer, value, ends)
-                except RowFault as error:
-                    writer.reject(str(path), row, error.reason, error.detail)
-                    continue
-                writer.add(row_id(value, names[path], row), ids, mask, tag=_text(value.get("tag")), source=path.name)
+        for file in files:
+            maker.write(file, names[file], writer)
+    maker.say_notes(writer.report)
     return writer.report
+
+
+class _SampleMaker:
+    """Makes samples of rows.
+
+    Args:
+        tokenizer: The target's.
+        ends: Tokens with which the target ends a turn.
+        vocab_size: Rows of the target's embedding; None when the directory has no config.
+        options: How rows are read.
+    """
+
+    def __init__(self, tokenizer: Any, ends: set[int], vocab_size: int | None, options: TokenizeOptions) -> None:
+        self._ends, self._eos, self._vocab_size, self._options = ends, tokenizer.eos_token_id, vocab_size, options
+        self._template, self._encoder = ChatTemplate(tokenizer), Encoder(tokenizer)
+        self._kwargs = dict(options.template_kwargs or {})
+        self._seen: set[tuple[Path, str]] = set()
+
+    def write(self, path: Path, name: str, writer: CorpusWriter) -> None:
+        """Add the samples of a file to a corpus; record each row that gives none."""
+        drafts = self._drafts(path, name)
+        with ThreadPoolExecutor(1, "tokenizer") as pool:  # it tokenizes while this thread renders the next rows
+            waiting: Future[list[tuple[_Draft, TextTokens | None]]] | None = None
+            while batch := list(islice(drafts, _BATCH_ROWS)):
+                following = pool.submit(self._encode, batch)
+                self._take(path, waiting, writer)
+                waiting = following
+            self._take(path, waiting, writer)
+
+    def say_notes(self, report: CorpusReport) -> None:
+        """Report what was done to rows beyond their masks."""
+        for name, n in sorted(self._template.ignored.items()):
+            say(f"the chat template does not use {name}, which {n} rows have: it is not in their ids")
+        notes = report.notes
+        if n := notes["parts"]:
+            say(f"{n} more samples than rows: where the template leaves out parts of earlier turns, each answer is one")
+        if n := notes["corrected"]:
+            say(f"the template's marks of {n} answers were not what the target writes, and were corrected")
+        if n := notes["unprompted"]:
+            say(f"{n} assistant messages before the first user message are not supervised")
+        if n := notes["cut"]:
+            say(f"{n} answers were cut off, and have no end token")
+
+    def _drafts(self, path: Path, name: str) -> Iterator[_Draft]:
+        for row in read_file(path):
+            value, sample_id = row.value, f"{name}-{row.number}"
+            try:
+                if value is None:
+                    raise RowFault(row.reason, row.fault)
+                sample_id, tag = row_id(value, name, row.number), _text(value.get("tag"))
+                kind = self._options.format or detect(value)
+                if (path, kind) not in self._seen:
+                    self._seen.add((path, kind))
+                    say(f"{path}: {FORMATS[kind]}")
+                source = read_row(value, kind, self._kwargs, self._options.markers)
+                whole = _Draft(row, sample_id, source, tag=tag, ended=_text(value.get("finish_reason")))
+                yield from self._laid_out(whole)
+            except RowFault as error:
+                yield _Draft(row, sample_id, fault=error)
+
+    def _laid_out(self, draft: _Draft) -> Iterator[_Draft]:
+        """Yield the samples of a row with their texts."""
+        source = draft.source
+        if isinstance(source, Tokens):
+            yield draft
+        elif isinstance(source, Texts):
+            self._refuse_cut(source.cut)
+            yield replace(draft, text=source.text, answers=source.runs)
+        else:
+            assert source is not None
+            yield from self._chat_drafts(draft, source)
+
+    def _chat_drafts(self, draft: _Draft, chat: Conversation) -> Iterator[_Draft]:
+        self._refuse_cut(chat.cut)
+        if not chat.answers:
+            why = "no assistant message" if not chat.unprompted else "no answer to a prompt"
+            raise RowFault("nothing-supervised", f"the row has {why}")
+        if not any(_has_text(chat.messages[i]) for i in chat.answers):
+            raise RowFault("empty-completion", "the answers have no text")
+        self._template.check(chat)
+        if self._options.turns == "auto":
+            together = self._placed(draft, chat)
+            if together is not None:
+                yield together
+                return
+        yield from self._each(draft, chat)
+
+    def _each(self, draft: _Draft, chat: Conversation) -> Iterator[_Draft]:
+        """Yield a sample for each answer, with the history as a server would render it; or for the last one."""
+        last = self._options.turns == "last"
+        for n, i in enumerate(chat.answers):
+            if last and i != chat.answers[-1]:
+                continue
+            sample_id = draft.sample_id if last or len(chat.answers) == 1 else f"{draft.sample_id}#{n}"
+            one = replace(draft, sample_id=sample_id, part=0 if last else n)
+            try:
+                placed = self._placed(one, chat.until(i))
+                if placed is None:
+                    what = f"message {i} does not go on from its generation prompt"
+                    raise RowFault("unstable-boundary", what + self._template.hint())
+                yield placed
+            except RowFault as error:
+                yield replace(one, fault=error)
+
+    def _placed(self, draft: _Draft, chat: Conversation) -> _Draft | None:
+        """Return a sample with its text and answers; None when an answer does not go on from its generation prompt."""
+        text, answers = self._template.render(chat), []
+        for i in chat.answers:
+            prompt = self._template.render(chat, i, add_generation_prompt=True)
+            if not prompt:
+                raise RowFault("empty-prompt", f"nothing comes before message {i}")
+            if not text.startswith(prompt):
+                return None
+            answers.append((len(prompt), self._end(text, chat, i)))
+        return replace(draft, source=chat, text=text, answers=answers)
+
+    def _end(self, text: str, chat: Conversation, number: int) -> int:
+        """Return where a message ends in the conversation's text."""
+        if number == len(chat.messages) - 1:
+            return len(text)
+        until = self._template.render(chat, number + 1)
+        if text.startswith(until):
+            return len(until)
+        return next((i for i, (a, b) in enumerate(zip(text, until, strict=False)) if a != b), len(text))
+
+    def _refuse_cut(self, cut: bool) -> None:
+        if cut and self._options.drop_cut:
+            raise RowFault("cut-answer", "the answer was cut off at a limit of length")
+
+    def _encode(self, drafts: Iterable[_Draft]) -> list[tuple[_Draft, TextTokens | None]]:
+        drafts = list(drafts)
+        made: dict[int, TextTokens] = {}
+        for special in (False, True):  # a chat template writes the special tokens itself
+            kind = Texts if special else Conversation
+            which = [i for i, draft in enumerate(drafts) if draft.fault is None and isinstance(draft.source, kind)]
+            texts = [drafts[i].text for i in which]
+            made |= dict(zip(which, self._encoder.encode(texts, special=special), strict=True))
+        return [(draft, made.get(i)) for i, draft in enumerate(drafts)]
+
+    def _take(
+        self, path: Path, batch: Future[list[tuple[_Draft, TextTokens | None]]] | None, writer: CorpusWriter
+    ) -> None:
+        for draft, tokens in batch.result() if batch is not None else []:
+            self._add(path, draft, tokens, writer)
+
+    def _add(self, path: Path, draft: _Draft, tokens: TextTokens | None, writer: CorpusWriter) -> None:
+        try:
+            if draft.fault is not None:
+                raise draft.fault
+            ids, mask = self._supervised(draft, tokens, writer.report)
+        except RowFault as error:
+            if error.reason == "unstable-boundary" and self._splits(draft):  # the other answers may be sound
+                assert isinstance(draft.source, Conversation)
+                for one, its_tokens in self._encode(self._each(draft, draft.source)):
+                    self._add(path, one, its_tokens, writer)
+            else:
+                row = draft.row
+                writer.reject(str(path), row.number, error.reason, error.detail, line=row.line, new_row=not draft.part)
+            return
+        columns = {"tag": draft.tag, "source": path.name, "finish_reason": draft.ended}
+        writer.add(draft.sample_id, ids, mask, **columns, new_row=not draft.part)
+
+    def _splits(self, draft: _Draft) -> bool:
+        return self._options.turns == "auto" and isinstance(draft.source, Conversation) and len(draft.answers) > 1
+
+    def _supervised(
+        self, draft: _Draft, tokens: TextTokens | None, report: CorpusReport
+    ) -> tuple[list[int], NDArray[np.uint8]]:
+        """Return ids and mask of a sample."""
+        assert draft.source is not None
+        if isinstance(draft.source, Tokens):
+            return self._read(draft.source)
+        assert tokens is not None
+        source, ids = draft.source, tokens.ids
+        marked = self._marks(source, ids)
+        mask = np.zeros(len(ids) + 1, np.uint8)
+        stop, corrected = 0, 0
+        for begin, end in draft.answers:
+            start, stop, ended = self._run(tokens, begin, end)
+            if marked is not None:
+                if not any(marked[start:stop]):
+                    continue
+                corrected += not _equals_marks(marked, start, stop)
+            mask[start:stop] = 1
+        if source.cut:
+            ids, ended = ids[: stop - ended], False
+        elif isinstance(source, Texts) and not source.closed and not ended and self._eos is not None:
+            ids, mask[-1] = [*ids, self._eos], 1
+        mask = mask[: len(ids)]
+        if not mask.any():
+            raise RowFault("empty-completion", "the answers have no tokens")
+        self._require_known(ids)
+        unprompted = source.unprompted if isinstance(source, Conversation) else 0
+        report.note(corrected=corrected, unprompted=unprompted, cut=source.cut, parts=bool(draft.part))
+        return ids, mask
+
+    def _read(self, source: Tokens) -> tuple[list[int], NDArray[np.uint8]]:
+        sample = read_sample(0, source.value, "row")
+        if isinstance(sample, Reject):
+            raise RowFault(sample.reason, sample.detail)
+        ids = sample.input_ids.tolist()
+        if not sample.loss_mask[1:].any():
+            raise RowFault("nothing-supervised", "the mask is 0 everywhere after the first token")
+        self._require_known(ids)
+        return ids, sample.loss_mask
+
+    def _require_known(self, ids: list[int]) -> None:
+        if self._vocab_size is not None and max(ids) >= self._vocab_size:
+            raise RowFault("ids-out-of-vocab", f"id {max(ids)}, but the embedding has {self._vocab_size} rows")
+
+    def _run(self, tokens: TextTokens, begin: int, end: int) -> tuple[int, int, bool]:
+        """Return an answer's first token, the token after its last one, and whether that one is an end token."""
+        start = self._encoder.boundary(tokens, begin)
+        if start is None:
+            around = tokens.text[max(begin - 20, 0) : begin + 20]
+            raise RowFault("unstable-boundary", f"a token spans the boundary between prompt and answer in {around!r}")
+        if not start:
+            raise RowFault("empty-prompt", "nothing comes before the answer")
+        stop = next((i for i in range(start, len(tokens.ids)) if tokens.ids[i] in self._ends), None)
+        if stop is not None and self._encoder.ends_by(tokens, stop, end):
+            return start, stop + 1, True
+        whole = len(tokens.ids) if end == len(tokens.text) else self._encoder.boundary(tokens, end)
+        if whole is None:
+            around = tokens.text[max(end - 20, 0) : end + 20]
+            raise RowFault("unstable-boundary", f"a token spans the end of an answer in {around!r}")
+        return start, whole, False
+
+    def _marks(self, source: Source, ids: list[int]) -> list[int] | None:
+        """Return what the template marks as the assistant's, token by token; None when it marks nothing at all."""
+        if not isinstance(source, Conversation) or not self._template.marks:
+            return None
+        marked = self._template.marked(source)
+        if len(marked) != len(ids):
+            raise RowFault("template-refused", f"the template marks {len(marked)} tokens of {len(ids)}")
+        return marked
+
+
+def _equals_marks(marked: list[int], start: int, stop: int) -> bool:
+    """Return whether the marks around a run are the run."""
+    return all(marked[start:stop]) and not marked[start - 1] and not any(marked[stop : stop + 1])
+
+
+def _has_text(message: Mapping[str, Any]) -> bool:
+    return any(message.get(name) for name in ("content", "tool_calls", "reasoning_content"))
 
 
 def _read_template(path: Path) -> str:
@@ -115,39 +413,6 @@ def load_tokenizer(target: Path) -> Any:
     return tokenizer
 
 
-def _end_ids(tokenizer: Any, target: Path) -> set[int]:
-    """Return the tokens with which the target ends a turn: its tokenizer's, and those of its generation config."""
-    path = target.expanduser() / "generation_config.json"
-    ends = {tokenizer.eos_token_id}
-    if path.is_file():
-        try:
-            eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise EnvironmentFault("target-config", f"{path}: {error}") from error
-        ends |= set(eos) if isinstance(eos, list) else {eos}
-    return ends - {None}
-
-
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-    """Stream rows of a JSONL or parquet file: number, object or None, fault.
-
-    Raises:
-        InputError: ``corpus-missing``, ``corpus-format``, ``corpus-truncated``.
-    """
-    if not path.is_file():
-        raise InputError("corpus-missing", f"{path}: no such file")
-    if path.suffix == ".parquet":
-        row = 0
-        for batch in parquet_batches(path, open_parquet(path), batch_size=256):
-            for line in batch.to_pylist():
-                yield row, line, ""
-                row += 1
-    elif path.suffix in (".jsonl", ".json") or path.suffixes[-2:] == [".jsonl", ".gz"]:
-        yield from read_jsonl(path)
-    else:
-        raise InputError("corpus-format", f"{path}: expected .jsonl, .jsonl.gz or .parquet")
-
-
 def file_names(paths: Sequence[Path]) -> dict[Path, str]:
     """Return for each file the prefix of its rows' ids.
 
@@ -171,176 +436,13 @@ def row_id(value: Mapping[str, Any], name: str, row: int) -> str:
     return f"{name}-{row}"
 
 
-def encode_row(tokenizer: Any, value: Mapping[str, Any], ends: set[int]) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask of one row, of equal length.
-
-    Args:
-        tokenizer: The target's.
-        value: The row.
-        ends: Tokens with which the target ends a turn.
-
-    Raises:
-        RowFault: The row has no exact mask.
-        InputError: ``template-missing``, ``template-invalid``, ``template-without-generation``.
-    """
-    if value.get("messages") is not None:
-        return _encode_marked(tokenizer, value["messages"], ends)
-    prompt, completion = value.get("prompt"), value.get("completion")
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return _encode_texts(tokenizer, prompt, completion, ends)
-    if is_messages(prompt) and isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
-    if is_messages(prompt) and is_messages(completion):
-        return _encode_turns(tokenizer, prompt, completion, ends)
-    raise RowFault("bad-row", f"found {', '.join(value)}; expected messages, or prompt and completion")
-
-
-def _encode_texts(tokenizer: Any, prompt: str, completion: str, ends: set[int]) -> tuple[list[int], list[int]]:
-    if not completion:
-        raise RowFault("empty-completion", "the completion is empty")
-    ids = list(tokenizer(prompt + completion)["input_ids"])
-    # a completion that already ends with an end token gets no second one
-    if tokenizer.eos_token_id is not None and (not ids or ids[-1] not in ends):
-        ids.append(tokenizer.eos_token_id)
-    start = _boundary(list(tokenizer(prompt)["input_ids"]), ids)
-    if start == len(ids):
-        raise RowFault("empty-completion", "the completion has no tokens")
-    return ids, [0] * start + [1] * (len(ids) - start)
-
-
-def _encode_turns(
-    tokenizer: Any, prompt: list[dict[str, Any]], completion: list[dict[str, Any]], ends: set[int]
-) -> tuple[list[int], list[int]]:
-    turns = text_messages(tokenizer, [*prompt, *completion])
-    answers = [i for i in range(len(prompt), len(turns)) if turns[i]["role"] == "assistant"]
-    if not answers:
-        raise RowFault("nothing-supervised", "the completion has no assistant turn")
-    if not any(turns[i]["content"] or turns[i].get("tool_calls") for i in answers):
-        raise RowFault("empty-completion", "the completion has no text")
-    ids = encode_chat(tokenizer, turns)
-    mask = [0] * len(ids)
-    for i in answers:
-        start = _boundary(encode_chat(tokenizer, turns[:i], add_generation_prompt=True), ids)
-        stop = _turn_end(ids, start, _boundary(encode_chat(tokenizer, turns[: i + 1]), ids), ends)
-        mask[start:stop] = [1] * (stop - start)
-    if not any(mask):
-        raise RowFault("empty-completion", "the template writes nothing for the completion")
-    return ids, mask
-
-
-def _encode_marked(tokenizer: Any, messages: Any, ends: set[int]) -> tuple[list[int], list[int]]:
-    require_template(tokenizer)
-    if "generation" not in str(tokenizer.chat_template).replace("add_generation_prompt", ""):
-        raise InputError(
-            "template-without-generation",
-            "the chat template does not mark what the assistant wrote, so every token's mask would be 0",
-            hint="--chat-template FILE with {% generation %} ... {% endgeneration %}, or rows of prompt and completion",
-        )
-    if not is_messages(messages):
-        raise RowFault("bad-row", "messages is not a list of {role, content}")
-    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    encoded = render_chat(tokenizer, text_messages(tokenizer, messages), **options)
-    ids, mask, first = list(encoded["input_ids"]), [], 0
-    for marked, run in groupby(encoded["assistant_masks"]):
-        n = len(list(run))
-        stop = _turn_end(ids, first, first + n, ends) if marked else first
-        mask += [1] * (stop - first) + [0] * (first + n - stop)
-        first += n
-    if not any(mask[1:]):
-        raise RowFault("nothing-supervised", "the template marks no token; does the row have an assistant turn?")
-    return ids, mask
-
-
-def _boundary(before: list[int], whole: list[int]) -> int:
-    """Return how many tokens of the whole row are before a boundary."""
-    if not before:
-        raise RowFault("empty-prompt", "nothing comes before the completion")
-    if whole[: len(before)] != before:
-        same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole))
-        raise RowFault("unstable-boundary", f"prompt and whole row differ from token {same} of {len(before)}")
-    return len(before)
-
-
-def _turn_end(ids: list[int], start: int, stop: int, ends: set[int]) -> int:
-    """Return where an assistant turn's mask ends: after its last end token, or at ``stop`` without an end token."""
-    return next((i + 1 for i in reversed(range(start, stop)) if ids[i] in ends), stop)
-
-
-def encode_chat(tokenizer: Any, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> list[int]:
-    """Return the token ids of messages that :func:`text_messages` returned.
-
-    Raises:
-        RowFault: ``template-refused``.
-        InputError: ``template-missing``, ``template-invalid``.
-    """
-    text = render_chat(tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """Apply the chat template.
-
-    Raises:
-        RowFault: ``template-refused``.
-        InputError: ``template-missing``, ``template-invalid``.
-    """
-    import jinja2
-
-    require_template(tokenizer)
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except jinja2.TemplateSyntaxError as error:
-        what = f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
-        raise InputError("template-invalid", what, hint="--chat-template FILE replaces it in tokenize") from error
-    except Exception as error:  # a template is foreign code: it can raise any exception
-        raise RowFault("template-refused", f"{type(error).__name__}: {error}") from error
-
-
-def require_template(tokenizer: Any) -> None:
-    """Check that a tokenizer has a chat template.
-
-    Raises:
-        InputError: ``template-missing``.
-    """
-    if not tokenizer.chat_template:
-        raise InputError(
-            "template-missing", "the tokenizer has no chat template", hint="--chat-template FILE, or rows of plain text"
-        )
-
-
-def text_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with each content as one text, OpenAI's lists of text parts joined.
-
-    Raises:
-        RowFault: ``bad-row``.
-    """
-    return [{**message, "content": _content(tokenizer, message)} for message in messages]
-
-
-def _content(tokenizer: Any, message: dict[str, Any]) -> str | None:
-    content, role = message.get("content"), message["role"]
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-        if len(texts) == len(content):
-            return "".join(texts)
-        raise RowFault("bad-row", f"a content of role {role} has other parts than text")
-    # a template that knows no tool calls would write an answer of "None"
-    if content is None and message.get("tool_calls") and "tool_calls" in str(tokenizer.chat_template):
-        return None
-    raise RowFault("bad-row", f"a content of role {role} is {type(content).__name__}, expected text")
-
-
-def is_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
-    """Return whether a value is a list of mappings with a role, and not empty."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value)
-    )
-
-
 def _text(value: object) -> str | None:
     return None if value is None else str(value)
+
+
+def _vocab_size(target: Path) -> int | None:
+    """Return the rows of the target's embedding; None when the directory has no config."""
+    if not (target.expanduser() / "config.json").is_file():
+        return None
+    size = text_config(target.expanduser()).get("vocab_size")
+    return size if isinstance(size, int) else None

@@ -8,18 +8,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from hscache import console
 from hscache.corpus.readers import CORPUS_SCHEMA
 from hscache.errors import ConflictError, InputError
+from hscache.rows import count_supervised
 from hscache.store.durable import fsync_directory
 
 _ROW_GROUP_ROWS = 1024
@@ -36,7 +40,8 @@ class CorpusReport:
         tokens: Their tokens.
         loss_tokens: Their supervised tokens.
         rejected: Reason code -> rows.
-        finish_reasons: How completions that the target wrote ended -> rows.
+        finish_reasons: How answers ended -> samples.
+        notes: What ``tokenize`` did to rows beyond their masks -> rows or answers.
     """
 
     corpus: str
@@ -46,6 +51,11 @@ class CorpusReport:
     loss_tokens: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     finish_reasons: dict[str, int] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def note(self, **counts: int) -> None:
+        """Count what was done to a row."""
+        self.notes.update({name: n for name, n in counts.items() if n})
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON."""
@@ -53,15 +63,14 @@ class CorpusReport:
 
     def say(self) -> None:
         """Log the report."""
-        ends = ", ".join(f"{n} {reason}" for reason, n in sorted(self.finish_reasons.items()))
+        ends = console.counts(self.finish_reasons)
         console.say(
             f"{self.corpus}: {self.samples:,} samples, {self.tokens:,} tokens ({self.loss_tokens:,} supervised)"
             + (f", ended by {ends}" if ends else "")
         )
         if self.rejected:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(self.rejected.items()))
             n, where = sum(self.rejected.values()), rejects_path(self.corpus)
-            console.say(f"{n} of {self.rows} rows rejected: {reasons}; see {where}")
+            console.say(f"{n} of {self.rows} rows rejected: {console.counts(self.rejected)}; see {where}")
 
 
 class CorpusWriter:
@@ -91,14 +100,15 @@ class CorpusWriter:
     def add(
         self,
         sample_id: str,
-        input_ids: list[int],
-        loss_mask: list[int],
+        input_ids: Sequence[int],
+        loss_mask: Sequence[int] | NDArray[np.uint8],
         *,
         tag: str | None = None,
         source: str | None = None,
         finish_reason: str | None = None,
+        new_row: bool = True,
     ) -> None:
-        """Add a sample."""
+        """Add a sample; ``new_row`` is False for a further one of the same row."""
         self._rows.append(
             {
                 "sample_id": sample_id,
@@ -110,19 +120,22 @@ class CorpusWriter:
             }
         )
         report = self.report
-        report.rows += 1
+        report.rows += new_row
         report.samples += 1
         report.tokens += len(input_ids)
-        report.loss_tokens += sum(loss_mask[1:])
+        report.loss_tokens += count_supervised(loss_mask)
         if finish_reason:
             report.finish_reasons[finish_reason] = report.finish_reasons.get(finish_reason, 0) + 1
         if len(self._rows) == _ROW_GROUP_ROWS:
             self._flush()
 
-    def reject(self, source: str, row: int, reason: str, detail: str) -> None:
-        """Record a rejected row."""
-        self._rejects.append({"source": source, "row": row, "reason": reason, "detail": detail})
-        self.report.rows += 1
+    def reject(
+        self, source: str, row: int, reason: str, detail: str, *, line: int | None = None, new_row: bool = True
+    ) -> None:
+        """Record a rejected row, or a further sample of a row that was counted."""
+        where = {"source": source, "row": row} | ({} if line is None else {"line": line})
+        self._rejects.append({**where, "reason": reason, "detail": detail})
+        self.report.rows += new_row
         self.report.rejected[reason] = self.report.rejected.get(reason, 0) + 1
 
     def __enter__(self) -> CorpusWriter:
@@ -144,7 +157,7 @@ class CorpusWriter:
         else:
             rejects.unlink(missing_ok=True)
         if not self.report.samples:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in self.report.rejected.items()) or "no rows"
+            reasons = console.counts(self.report.rejected) or "no rows"
             hint = f"see {rejects}" if self._rejects else "the input has no rows"
             raise InputError("corpus-empty", f"no row gave a sample ({reasons})", hint=hint)
         with open(self._partial, "rb") as file:

@@ -5,9 +5,8 @@ one. Here each optional op is run twice at its place, on the very tensors that t
 with the reference's output, so a fault of one layer is not seen by the next. The distance is then flat with depth and
 fixed limits work.
 
-For each (layer, op) the outputs are compared vector by vector, one vector per token and head. Cosine alone misses an
-error of scale, so the relative Frobenius distance and the ratio of norms stand beside it. Costs one call of each
-implementation per op, and the outputs once in float64.
+For each (layer, op) the outputs are compared vector by vector, one vector per token and head, as
+:mod:`hscache.distance` measures them. Costs one call of each implementation per op, and the outputs once in float64.
 
 Shape suffixes: B batch, T tokens, H heads, D features of a head.
 """
@@ -16,20 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from hscache.console import plain
+from hscache.distance import Distance, Sums, compare
 from hscache.errors import ConfigError
 from hscache.kernels.guards import import_op
 from hscache.kernels.observe import call, intercept
 from hscache.kernels.sites import OPS, Function, Site, classify, find_sites, source_hash
-
-CHUNK = 64
-"""Tokens of a chunk of the delta rule: kernel faults often show at its borders."""
-_POSITIONS = ("first 4", "chunk border", "other")
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Limits:
     one_minus_cos_max: float
     rel_frobenius: float
     norm_ratio: float
-    """Largest distance of the norm ratio from 1, beside what rounding alone may move it (:meth:`Distance.noise`)."""
+    """Largest distance of the norm ratio from 1, beside what rounding alone may move it (:func:`noise`)."""
 
 
 LIMITS = {
@@ -51,39 +48,27 @@ LIMITS = {
 """By the dtype in which the op's output is given; bfloat16 as measured at 64 layers with a margin of about ten."""
 
 
-@dataclass(frozen=True)
-class Distance:
-    """The distance between two sets of vectors."""
+def noise(distance: Distance, limits: Limits) -> float:
+    """Return how far rounding may move the norm ratio.
 
-    vectors: int
-    one_minus_cos_mean: float
-    one_minus_cos_max: float
-    """Of a vector smaller than its head's root mean square, times its share of the mean square."""
-    rel_frobenius: float
-    """``|candidate - reference| / |reference|`` over all vectors."""
-    norm_ratio: float
-    """``|candidate| / |reference|`` over all vectors."""
+    Errors of relative size r, uncorrelated with the values, move the norm of n vectors by about r / sqrt(n); four
+    times that is allowed. Only the part of the distance that is not a change of scale counts as such errors. Beside
+    it, the scale of a lone vector hangs on the rounding of a single product (a delta rule over one token is (q.k) v),
+    so that many vectors are needed to tell a wrong scale from that.
+    """
+    sideways = math.sqrt(max(distance.rel_frobenius**2 - (distance.norm_ratio - 1.0) ** 2, 0.0))
+    return (4.0 * sideways + limits.rel_frobenius) / math.sqrt(max(distance.vectors, 1))
 
-    def noise(self, limits: Limits) -> float:
-        """Return how far rounding may move the norm ratio.
 
-        Errors of relative size r, uncorrelated with the values, move the norm of n vectors by about r / sqrt(n); four
-        times that is allowed. Only the part of the distance that is not a change of scale counts as such errors. Beside
-        it, the scale of a lone vector hangs on the rounding of a single product (a delta rule over one token is
-        (q.k) v), so that many vectors are needed to tell a wrong scale from that.
-        """
-        sideways = math.sqrt(max(self.rel_frobenius**2 - (self.norm_ratio - 1.0) ** 2, 0.0))
-        return (4.0 * sideways + limits.rel_frobenius) / math.sqrt(max(self.vectors, 1))
-
-    def exceeds(self, limits: Limits) -> list[str]:
-        """Return the names of the measures beyond ``limits``; NaN is beyond any limit."""
-        measured = {
-            "one_minus_cos_mean": self.one_minus_cos_mean,
-            "one_minus_cos_max": self.one_minus_cos_max,
-            "rel_frobenius": self.rel_frobenius,
-            "norm_ratio": abs(self.norm_ratio - 1.0) - self.noise(limits),
-        }
-        return [name for name, value in measured.items() if not value <= getattr(limits, name)]
+def measures_beyond(distance: Distance, limits: Limits) -> tuple[str, ...]:
+    """Return the names of the measures beyond ``limits``; NaN is beyond any limit."""
+    measured = {
+        "one_minus_cos_mean": distance.one_minus_cos_mean,
+        "one_minus_cos_max": distance.one_minus_cos_max,
+        "rel_frobenius": distance.rel_frobenius,
+        "norm_ratio": abs(distance.norm_ratio - 1.0) - noise(distance, limits),
+    }
+    return tuple(name for name, value in measured.items() if not value <= getattr(limits, name))
 
 
 @dataclass(frozen=True)
@@ -99,9 +84,10 @@ class LocalComparison:
     candidate_hash: str | None
     dtype: str
     total: Distance
+    """In its maximum a vector smaller than its head's root mean square counts by its share of the mean square."""
     by_head: tuple[Distance, ...]
     by_position: dict[str, Distance]
-    """``first 4`` tokens, ``chunk border`` (multiples of 64 and their neighbours), ``other``."""
+    """By :data:`hscache.distance.POSITIONS`."""
     beyond: tuple[str, ...]
     """Measures of ``total`` beyond the limits."""
     bad_heads: tuple[int, ...]
@@ -114,7 +100,7 @@ class LocalComparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; infinities and NaN become strings."""
-        document: dict[str, Any] = _plain(asdict(self) | {"ok": self.ok})
+        document: dict[str, Any] = plain(asdict(self) | {"ok": self.ok})
         return document
 
 
@@ -170,46 +156,25 @@ def first_divergence(comparisons: Sequence[LocalComparison]) -> LocalComparison 
     return min(bad, key=lambda c: -1 if c.layer_index is None else c.layer_index, default=None)
 
 
-class _Sums:
-    """Sums over all batches, per head and position group: float64 [H, 3]."""
+class _Sums(Sums):
+    """Sums over all batches, by head.
+
+    Args:
+        heads: H.
+        dtype: Of the op's output.
+    """
 
     def __init__(self, heads: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.n, self.cos, self.worst, self.diff, self.ref, self.cand = (
-            torch.zeros(heads, len(_POSITIONS), dtype=torch.float64) for _ in range(6)
-        )
+        super().__init__(heads)
+        self.heads, self.dtype = heads, dtype
 
-    def add(self, reference_BTHD: torch.Tensor, candidate_BTHD: torch.Tensor, keep_BT: torch.Tensor) -> None:
-        ref, cand = reference_BTHD.double(), candidate_BTHD.double()
-        diff, ref2, cand2 = (x.pow(2).sum(-1) for x in (cand - ref, ref, cand))
-        # half the squared distance of the unit vectors: 1 - a.b/(|a||b|) itself loses everything below 1e-16
-        units = [x / norm2.sqrt().unsqueeze(-1) for x, norm2 in ((ref, ref2), (cand, cand2))]
-        one_minus = (units[0] - units[1]).pow(2).sum(-1) / 2
-        one_minus = torch.where((ref2 == 0) ^ (cand2 == 0), 1.0, one_minus)
-        one_minus = torch.where((ref2 == 0) & (cand2 == 0), 0.0, one_minus).nan_to_num(nan=math.inf)
+    def add_outputs(self, reference_BTHD: torch.Tensor, candidate_BTHD: torch.Tensor, keep_BT: torch.Tensor) -> None:
+        pairs = compare(reference_BTHD, candidate_BTHD)
+        pairs = replace(pairs, apart=pairs.apart.nan_to_num(nan=math.inf))
         # a vector that came out small by cancellation has lost its direction to rounding in a healthy kernel too, and
         # among many vectors there is one: in the maximum it counts by its share of the head's mean square
-        weight = (torch.maximum(ref2, cand2) / ref2[keep_BT].mean(0)).clamp(max=1.0).nan_to_num(nan=1.0)
-        for group, at in enumerate(_position_groups(ref.shape[1])):
-            rows = keep_BT & at.to(keep_BT.device)
-            if not bool(rows.any()):
-                continue
-            self.n[:, group] += float(rows.sum())
-            for total, values in ((self.cos, one_minus), (self.diff, diff), (self.ref, ref2), (self.cand, cand2)):
-                total[:, group] += values[rows].sum(0).cpu()
-            self.worst[:, group] = torch.maximum(self.worst[:, group], (one_minus * weight)[rows].amax(0).cpu())
-
-    def distance(self, heads: slice = slice(None), groups: slice = slice(None)) -> Distance:
-        n, cos, diff, ref, cand = (
-            float(total[heads, groups].sum()) for total in (self.n, self.cos, self.diff, self.ref, self.cand)
-        )
-        return Distance(
-            round(n),
-            cos / n if n else 0.0,
-            float(self.worst[heads, groups].max()),
-            _ratio(diff, ref) if n else 0.0,
-            _ratio(cand, ref) if n else 1.0,
-        )
+        share = torch.maximum(pairs.reference, pairs.other) / pairs.reference[keep_BT].mean(0)
+        self.add(pairs, keep_BT, largest=pairs.apart * share.clamp(max=1.0).nan_to_num(nan=1.0))
 
 
 def _run_batch(
@@ -225,7 +190,7 @@ def _run_batch(
     def route(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = (site.layer, site.op)
         function = candidates.get(key)
-        if function is None:
+        if function is None or site.reference is None:
             return call(site, site.reference or site.bound(), args, kwargs)
         # both get copies: a kernel may write into its inputs
         other = call(site, function, _copies(args), {name: _copy(value) for name, value in kwargs.items()})
@@ -233,10 +198,10 @@ def _run_batch(
         reference_BTHD, candidate_BTHD = _by_head(site.op, output), _by_head(site.op, other)
         if key not in sums:
             sums[key] = _Sums(reference_BTHD.shape[2], reference_BTHD.dtype)
-        sums[key].add(reference_BTHD, candidate_BTHD, keep_BT)
+        sums[key].add_outputs(reference_BTHD, candidate_BTHD, keep_BT)
         return output
 
-    with intercept(model, sites, route, lambda *_: None), torch.inference_mode():
+    with intercept(sites, route, lambda *_: None), torch.inference_mode():
         model(input_ids=input_ids, attention_mask=mask, use_cache=False)
 
 
@@ -262,18 +227,10 @@ def _by_head(op: str, output: Any) -> torch.Tensor:
     return tensor.transpose(1, 2).unsqueeze(2)
 
 
-def _position_groups(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    t = torch.arange(tokens)
-    first = t < 4
-    border = ~first & ((t + 1) % CHUNK <= 2)  # t = 63, 64, 65, 127, ...
-    return first, border, ~first & ~border
-
-
 def _finish(site: Site, candidate: Function, sums: _Sums, limits: Limits | None) -> LocalComparison:
+    assert site.reference is not None
     limits = limits or LIMITS.get(sums.dtype, LIMITS[torch.float32])
-    total = sums.distance()
-    heads = tuple(sums.distance(heads=slice(h, h + 1)) for h in range(sums.n.shape[0]))
-    positions = {name: sums.distance(groups=slice(g, g + 1)) for g, name in enumerate(_POSITIONS)}
+    total, heads = sums.distance(), tuple(sums.distance(h) for h in range(sums.heads))
     return LocalComparison(
         layer=site.layer,
         layer_index=site.layer_index,
@@ -284,17 +241,10 @@ def _finish(site: Site, candidate: Function, sums: _Sums, limits: Limits | None)
         dtype=str(sums.dtype).removeprefix("torch."),
         total=total,
         by_head=heads,
-        by_position={name: distance for name, distance in positions.items() if distance.vectors},
-        beyond=tuple(total.exceeds(limits)),
-        bad_heads=tuple(h for h, distance in enumerate(heads) if distance.exceeds(limits)),
+        by_position=sums.by_position(),
+        beyond=measures_beyond(total, limits),
+        bad_heads=tuple(h for h, distance in enumerate(heads) if measures_beyond(distance, limits)),
     )
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    """Return the root of a ratio of sums of squares."""
-    if denominator == 0.0:
-        return 0.0 if numerator == 0.0 else math.inf
-    return math.sqrt(numerator / denominator) if math.isfinite(numerator / denominator) else math.inf
 
 
 def _copies(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -303,11 +253,3 @@ def _copies(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from hscache.errors import EnvironmentFault
 from hscache.kernels.sites import OPS, Function, Site, classify
@@ -86,11 +86,6 @@ def probe_package(package: str, ops: Sequence[str] | None = None) -> PackageProb
     return PackageProbe(package, distribution, version, False, error, mend_command(package, version))
 
 
-def probe_packages() -> list[PackageProbe]:
-    """Return :func:`probe_package` of each kernel package."""
-    return [probe_package(package) for package in PACKAGES]
-
-
 def mend_command(package: str, version: str | None) -> str:
     """Return the command that makes ``package`` importable: install it, or build it anew when it is broken."""
     if version is not None:
@@ -117,7 +112,7 @@ def import_op(op: str) -> Function:
     return function
 
 
-def guard_findings(sites: Sequence[Site], plans: Mapping[tuple[str, str], Function | None]) -> list[GuardFinding]:
+def guard_findings(sites: Sequence[Site], plans: Mapping[tuple[str, str], Function]) -> list[GuardFinding]:
     """Return the reasons to refuse a plan: combinations that give wrong states without any error.
 
     Args:
@@ -128,7 +123,7 @@ def guard_findings(sites: Sequence[Site], plans: Mapping[tuple[str, str], Functi
     grouped = [
         site
         for site in sites
-        if site.wiring in ("closure", "attribute") and _grouped(site)
+        if site.wiring == "closure" and _grouped(site)
         if classify(plans[site.layer, site.op])[0] == "fla"
     ]
     if not grouped or not fla_breaks_grouped_heads(versions):
@@ -147,43 +142,14 @@ def guard_findings(sites: Sequence[Site], plans: Mapping[tuple[str, str], Functi
     ]
 
 
-def version_findings(sites: Sequence[Site]) -> list[GuardFinding]:
-    """Return what the installed versions do silently: an installed fla that transformers 5.15 and 5.16 never use."""
-    versions = installed_versions()
-    transformers = _version(versions, "transformers")
-    if transformers is None or not Version("5.15.0.dev0") <= transformers < Version("5.17.0.dev0"):
-        return []
-    ignored = [
-        site for site in sites if site.wiring == "closure" and site.op in OPS and OPS[site.op].package == "fla"
-        if classify(site.bound())[0] == "torch" and _import_error(site.op) is None
-    ]  # fmt: skip
-    if not ignored:
-        return []
-    return [
-        GuardFinding(
-            "fla-ignored",
-            f"transformers {transformers} runs {ignored[0].op} in torch although flash-linear-attention "
-            f"{versions.get('flash-linear-attention')} can be imported: it does not look into the package's submodules",
-            "pip install --upgrade 'transformers>=5.17', or force fla",
-            refuse=False,
-        )
-    ]
-
-
 def fla_breaks_grouped_heads(versions: Mapping[str, str | None]) -> bool:
-    """Return whether these versions give wrong states for more value heads than key heads.
+    """Return whether this fla gives wrong states for more value heads than key heads.
 
-    transformers >= 5.23 passes queries and keys without repeating them; fla's delta rule up to 0.4.2 reads them as if
-    they had been repeated.
+    transformers passes queries and keys once for each key head; fla's delta rule up to 0.4.2 reads them as if they had
+    been repeated for each value head.
     """
-    transformers = _version(versions, "transformers")
-    fla = _version(versions, "flash-linear-attention") or _version(versions, "fla-core")
-    return (
-        transformers is not None
-        and fla is not None
-        and transformers >= Version("5.23.0.dev0")
-        and fla < Version(f"{_FIXED_FLA}.dev0")
-    )
+    fla = versions.get("flash-linear-attention") or versions.get("fla-core")
+    return fla is not None and Version(fla) < Version(f"{_FIXED_FLA}.dev0")
 
 
 def fla_backends() -> list[str]:
@@ -247,11 +213,3 @@ def _import_error(op: str) -> str | None:
 def _grouped(site: Site) -> bool:
     value, key = getattr(site.module, "num_v_heads", None), getattr(site.module, "num_k_heads", None)
     return isinstance(value, int) and isinstance(key, int) and value > key
-
-
-def _version(versions: Mapping[str, str | None], name: str) -> Version | None:
-    text = versions.get(name)
-    try:
-        return Version(text) if text else None
-    except InvalidVersion:
-        return None

@@ -102,7 +102,7 @@ def describe_path(records: Sequence[KernelRecord]) -> KernelPath:
         kind = "unknown"
     elif names <= {"torch"}:
         kind = "torch"
-    elif "torch" not in names and "absent" not in names:
+    elif "torch" not in names:
         kind = "kernels"
     return KernelPath(kind, {op: tuple(sorted(by_op[op])) for op in sorted(by_op)})
 
@@ -161,7 +161,7 @@ def _ops(layer: Sequence[KernelRecord]) -> tuple[str, ...]:
 def _differing(code: str, records: Sequence[KernelRecord], layer: str | None) -> list[KernelFinding]:
     by_op: dict[str, set[str]] = defaultdict(set)
     for record in records:
-        if record.calls and record.wiring in ("closure", "attribute", "method"):
+        if record.calls and record.wiring == "closure":
             by_op[record.op].add(f"{record.implementation} {record.source}")
     where = f"{layer}: " if layer else ""
     return [

@@ -29,9 +29,10 @@ import torch
 from numpy.typing import NDArray
 
 from hscache.console import say
-from hscache.health import RowErrors, RowStats, compare_rows, find_fault, kl_nats, reduce_rows, spread
+from hscache.distance import RowErrors, compare_rows, kl_nats, spread
+from hscache.health import RowStats, find_fault, reduce_rows
 from hscache.model.loading import LoadedTarget
-from hscache.rows import CorpusRow, supervised
+from hscache.rows import Sample, supervised_positions
 from hscache.store.layout import scales_name
 from hscache.store.lossy import Scheme, decode, encode
 
@@ -53,7 +54,7 @@ class Captured:
         errors: Errors that a lossy codec made in the states; None for other codecs.
     """
 
-    row: CorpusRow
+    row: Sample
     arrays: dict[str, NDArray[Any]]
     stats: RowStats | None
     reason: str = ""
@@ -74,7 +75,7 @@ class Pending:
 
     def __init__(
         self,
-        rows: list[CorpusRow],
+        rows: list[Sample],
         taps: tuple[int, ...],
         tensors: dict[str, torch.Tensor],
         fault: tuple[str, str] = ("", ""),
@@ -99,9 +100,7 @@ class Pending:
             errors = RowErrors(*(self._tensors[f"error.{name}"].numpy() for name in RowErrors.__dataclass_fields__))
         start, loss_start = 0, 0
         for row in self._rows:
-            assert row.input_ids is not None
-            assert row.loss_mask is not None
-            stop, loss_stop = start + len(row.input_ids), loss_start + supervised(row.loss_mask)
+            stop, loss_stop = start + len(row.input_ids), loss_start + row.n_loss
             arrays: dict[str, NDArray[Any]] = {"input_ids": row.input_ids, "loss_mask": row.loss_mask}
             for name, tensor in self._tensors.items():
                 if name.startswith("logit_"):
@@ -155,7 +154,7 @@ class Capturer:
         self.forwards = 0
         """Number of finished forward passes."""
 
-    def start(self, rows: list[CorpusRow], width: int | None = None) -> list[Pending]:
+    def start(self, rows: list[Sample], width: int | None = None) -> list[Pending]:
         """Run one forward batch; halve it until it fits into memory.
 
         The halves keep the batch's padded width: on CPU the states do not depend on how many samples share a batch, but
@@ -168,7 +167,7 @@ class Capturer:
         Returns:
             The batch, or its parts in order; a single sample that does not fit is rejected as ``out-of-memory``.
         """
-        longest = max(len(_ids(row)) for row in rows)
+        longest = max(len(row.input_ids) for row in rows)
         try:
             return [self._forward(rows, width or longest)]
         except (RuntimeError, MemoryError) as error:
@@ -188,13 +187,13 @@ class Capturer:
         return self.start(rows[:half], width or longest) + self.start(rows[half:], width or longest)
 
     @torch.inference_mode()
-    def _forward(self, rows: list[CorpusRow], width: int) -> Pending:
+    def _forward(self, rows: list[Sample], width: int) -> Pending:
         device = self._target.device
-        lengths = [len(_ids(row)) for row in rows]
+        lengths = [len(row.input_ids) for row in rows]
         ids_BS = np.zeros((len(rows), width), np.int64)
         mask_BS = np.zeros_like(ids_BS)
         for i, row in enumerate(rows):
-            ids_BS[i, : lengths[i]], mask_BS[i, : lengths[i]] = _ids(row), 1
+            ids_BS[i, : lengths[i]], mask_BS[i, : lengths[i]] = row.input_ids, 1
         flat_N = np.flatnonzero(mask_BS)
         valid_N = torch.from_numpy(flat_N).to(device)
         states_NLH = torch.empty(
@@ -255,7 +254,7 @@ class Capturer:
             return f"final state: shape {tuple(final_BSH.shape[:2])}, ids of shape {tuple(shape)}"
         return ""
 
-    def _top_logits(self, final_NH: torch.Tensor, rows: list[CorpusRow]) -> dict[str, torch.Tensor]:
+    def _top_logits(self, final_NH: torch.Tensor, rows: list[Sample]) -> dict[str, torch.Tensor]:
         """Return the distribution that predicted each supervised token: row t-1 through the head."""
         before_R = torch.from_numpy(_before_supervised(rows)).to(final_NH.device)
         rows_per_slice = max(1, _HEAD_SLICE_ELEMENTS // self._target.shape.vocab_size)
@@ -268,9 +267,7 @@ class Capturer:
         names = ("logit_ids", "logit_logprobs", "logit_lse")
         return {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
 
-    def _encoded(
-        self, results: dict[str, torch.Tensor], rows: list[CorpusRow], scheme: Scheme
-    ) -> dict[str, torch.Tensor]:
+    def _encoded(self, results: dict[str, torch.Tensor], rows: list[Sample], scheme: Scheme) -> dict[str, torch.Tensor]:
         """Return codes and scales in place of the states, and the errors of decoding them (:class:`RowErrors`)."""
         encoded: dict[str, torch.Tensor] = {}
         errors = []
@@ -293,7 +290,7 @@ class Capturer:
             kl_N[picks_R] = kl_nats(true, other)
         return encoded
 
-    def _to_host(self, rows: list[CorpusRow], results: dict[str, torch.Tensor]) -> Pending:
+    def _to_host(self, rows: list[Sample], results: dict[str, torch.Tensor]) -> Pending:
         if self._copy_stream is None:
             return Pending(rows, self._taps, results)
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._target.device))
@@ -315,19 +312,13 @@ def _stored(states: torch.Tensor) -> NDArray[Any]:
     return states.numpy()
 
 
-def _before_supervised(rows: list[CorpusRow]) -> NDArray[np.int64]:
+def _before_supervised(rows: list[Sample]) -> NDArray[np.int64]:
     """Return the tokens of a batch that come right before a supervised token."""
     before, start = [], 0
     for row in rows:
-        assert row.loss_mask is not None
-        before.append(start + np.flatnonzero(row.loss_mask[1:]))
+        before.append(start + supervised_positions(row.loss_mask) - 1)
         start += len(row.loss_mask)
     return np.concatenate(before)
-
-
-def _ids(row: CorpusRow) -> NDArray[np.int32]:
-    assert row.input_ids is not None
-    return row.input_ids
 
 
 def _out_of_memory(error: BaseException) -> bool:

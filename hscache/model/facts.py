@@ -188,6 +188,36 @@ def file_digests(directory: Path, *, fast: bool) -> dict[str, dict[str, str]]:
     }
 
 
+def end_token_ids(directory: Path, tokenizer: Any = None) -> set[int]:
+    """Return the tokens at which a serving engine stops.
+
+    Args:
+        directory: Checkpoint directory; the ``eos_token_id`` of ``config.json``, of its ``text_config`` and of
+            ``generation_config.json`` count, each a number, a list or null. A file that is not there gives none.
+        tokenizer: The target's; its end token counts, too.
+
+    Raises:
+        EnvironmentFault: ``target-config`` when a file is not valid, or an id is not a number.
+    """
+    ends = set() if tokenizer is None or tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    for name in ("config.json", "generation_config.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            parts = [config, config.get("text_config") or {}]
+            found = [part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None]
+        except (OSError, ValueError, AttributeError) as error:
+            raise EnvironmentFault("target-config", f"{path}: {error}") from error
+        for ids in found:
+            listed = ids if isinstance(ids, list) else [ids]
+            if not all(type(one) is int for one in listed):
+                raise EnvironmentFault("target-config", f"{path}: eos_token_id is {ids!r}, expected ids")
+            ends.update(listed)
+    return ends
+
+
 def tokenizer_files(directory: Path) -> list[Path]:
     """Return the tokenizer's files of a checkpoint directory."""
     return [directory / name for name in _TOKENIZER_FILES if (directory / name).exists()]

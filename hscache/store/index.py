@@ -22,6 +22,7 @@ from hscache.store.layout import (
     canonical_json,
     damaged,
     group_metadata,
+    is_committed,
     json_digest,
     shard_name,
 )
@@ -130,9 +131,14 @@ def read_shard(path: Path, *, whole: bool = False) -> dict[str, Any]:
 
 
 def committed_shards(root: Path) -> list[int]:
-    """Return the numbers of the shards that exist, ascending. A shard exists when its ``zarr.json`` does."""
-    names = [path.parent for path in StorePaths(root).shards.glob("*.zarr/zarr.json") if path.parent.stem.isdecimal()]
+    """Return the numbers of the committed shards, ascending."""
+    names = [path for path in StorePaths(root).shards.glob("*.zarr") if path.stem.isdecimal() and is_committed(path)]
     return sorted(int(path.stem) for path in names if path.name == shard_name(int(path.stem)))
+
+
+def missing_shards(root: Path, n_shards: int) -> list[int]:
+    """Return the numbers of the planned shards that are not committed, ascending."""
+    return sorted(set(range(n_shards)) - set(committed_shards(root)))
 
 
 def read_plan(root: Path) -> pa.Table:

@@ -214,6 +214,11 @@ def shard_name(shard: int) -> str:
     return f"{shard:05d}.zarr"
 
 
+def is_committed(shard: Path) -> bool:
+    """Return whether a shard's folder holds a whole shard: its ``zarr.json`` is written last."""
+    return (shard / "zarr.json").exists()
+
+
 def damaged(path: Path, what: str) -> IntegrityError:
     """Return the error for a damaged committed shard.
 

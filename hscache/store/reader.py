@@ -34,6 +34,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hscache.errors import InputError, IntegrityError
+from hscache.rows import count_supervised, supervised_positions
 from hscache.store.buffers import Buffers
 from hscache.store.index import committed_shards, load_index, read_manifest
 from hscache.store.layout import ArraySpec, array_specs, scales_name, shard_name
@@ -303,11 +304,11 @@ class Store:
         """Return the supervised tokens of a range, counted from its start, and their rows in the logit arrays."""
         skipped, first = 0, int(self._columns["loss_start"][i])
         if start == 0:
-            positions = 1 + np.flatnonzero(mask[1:])  # nothing precedes token 0
+            positions = supervised_positions(mask)
         else:
             positions = np.flatnonzero(mask)
             before = self._read(i, "loss_mask", self._token_rows(i, 0, start), crc=crc)
-            skipped = int(np.count_nonzero(before[1:]))
+            skipped = count_supervised(before)
         marked, recorded = skipped + len(positions), int(self.n_loss[i])
         if marked > recorded or (stop - start == self.n_tokens[i] and marked < recorded):
             where = f"{shard_name(int(self._columns['shard'][i]))}/loss_mask"

@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hscache.errors import IntegrityError
+from hscache.rows import count_supervised
 from hscache.store.codecs import Codec
 from hscache.store.crc import crc32c
 from hscache.store.durable import fsync_directory, publish_directory, write_file
@@ -33,6 +34,7 @@ from hscache.store.layout import (
     canonical_json,
     data_file_name,
     group_metadata,
+    is_committed,
     json_digest,
     padding_bytes,
 )
@@ -185,7 +187,7 @@ class ShardWriter:
         """
         digest = xxhash.xxh3_128()
         # the mask's own count, for a store without logit arrays
-        n_tokens, n_loss = len(arrays["input_ids"]), int(np.count_nonzero(arrays["loss_mask"][1:]))
+        n_tokens, n_loss = len(arrays["input_ids"]), count_supervised(arrays["loss_mask"])
         for name, writer in self._arrays.items():
             rows = np.ascontiguousarray(arrays[name])
             if writer.spec.axis == "tokens":
@@ -230,7 +232,7 @@ class ShardWriter:
         }
         write_file(self._directory / "zarr.json", canonical_json(group_metadata(body)))
         published = publish_directory(self._directory, destination)
-        if not published and not (destination / "zarr.json").exists():
+        if not published and not is_committed(destination):
             raise IntegrityError(
                 "store-damaged",
                 f"{destination}: exists without zarr.json, so it is not a shard, but it blocks this one",

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hscache.audit.states import verify_with_states
 from hscache.audit.verify import FINDINGS, verify
 from hscache.errors import HscacheError
-from hscache.report import verify_with_states
-from hscache.rows import CorpusRow
+from hscache.rows import Sample
 from hscache.store import lossy
 from hscache.store.codecs import NAMES
 from hscache.store.durable import Staging
@@ -378,7 +378,7 @@ def _corrupted_scale(folder: Path) -> Path:
 def _scales_that_were_never_written(folder: Path) -> Path:
     """The fill value under matching checksums: what a reader without ours would see of a missing chunk."""
 
-    def forget(row: CorpusRow, arrays: Arrays) -> None:
+    def forget(row: Sample, arrays: Arrays) -> None:
         if row.sample_id == "s3":
             arrays["hidden_states_scales"][:] = 0x7FC0
 
@@ -475,7 +475,7 @@ def test_a_store_is_compared_with_another_one(tmp_path: Path) -> None:
         hidden_states=np.roll(arrays["hidden_states"], 1, axis=2))).path  # fmt: skip
     for store, codes in ((same, []), (other, ["stores-differ"])):
         report = verify(first)
-        out = verify_with_states(report, against=store, samples=6, show=False)
+        out = verify_with_states(report, against=store, samples=6)
         assert [finding.code for finding in report.findings] == codes
         assert out["against"]["samples"] == 6
     foreign = make_store(tmp_path / "foreign", manifest=little_manifest(states={"taps": [1]})).path
@@ -513,7 +513,7 @@ def test_verify_changes_nothing(tmp_path: Path) -> None:
 
 def one_shard_store(root: Path) -> list[Path]:
     """Make a store of one shard with two samples; return its files."""
-    rows = [*corpus_rows((6,)), CorpusRow(1, "x", np.arange(4, dtype="i4"), np.ones(4, "u1"), tag="ü")]
+    rows = [*corpus_rows((6,)), Sample(1, "x", np.arange(4, dtype="i4"), np.ones(4, "u1"), tag="ü")]
     make_store(root, rows, manifest=little_manifest(store={"shard_bytes": 100_000, "codec": "zstd"}))
     assert len(list(StorePaths(root).shards.iterdir())) == 1
     return sorted(p for p in root.rglob("*") if p.is_file())

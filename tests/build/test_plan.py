@@ -20,24 +20,23 @@ from hscache.corpus.readers import read_corpus
 from hscache.errors import ConfigError, EnvironmentFault, InputError
 from hscache.manifest import BuildManifest, TargetShape
 from hscache.model.facts import read_shape, resolve_path, resolve_taps
-from hscache.rows import CorpusRow, supervised
+from hscache.rows import Reject, Sample, count_supervised, supervised_positions
 from hscache.store.layout import data_file_name
 from hscache.store.shard_writer import ShardWriter
 from tests.made.stores import HIDDEN, VOCAB, corpus_rows, little_arrays, little_manifest, make_store
 
-Batches = list[list[CorpusRow]]
+Batches = list[list[Sample]]
 
 
 class Sink:
     def __init__(self) -> None:
         self.batches: Batches = []
 
-    def write_batch(self, rows: list[CorpusRow]) -> None:
+    def write_batch(self, rows: list[Sample]) -> None:
         self.batches.append(rows)
 
 
-def length(row: CorpusRow) -> int:
-    assert row.input_ids is not None
+def length(row: Sample) -> int:
     return len(row.input_ids)
 
 
@@ -47,17 +46,17 @@ def plan_of(rows: Any, manifest: BuildManifest | None = None) -> tuple[Plan, Bat
     return plan, sink.batches
 
 
-def row(i: int, ids: Any, mask: Any, name: str = "") -> CorpusRow:
-    return CorpusRow(i, name or f"r{i}", np.array(ids, np.int32), np.array(mask, np.uint8))
+def row(i: int, ids: Any, mask: Any, name: str = "") -> Sample:
+    return Sample(i, name or f"r{i}", np.array(ids, np.int32), np.array(mask, np.uint8))
 
 
 @st.composite
-def corpora(draw: st.DrawFn) -> list[CorpusRow]:
+def corpora(draw: st.DrawFn) -> list[Sample]:
     lengths = draw(st.lists(st.integers(0, 70), min_size=1, max_size=60))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     rows = []
     for i, n in enumerate(lengths):
-        ids, mask = rng.integers(-1 if i % 7 == 3 else 0, VOCAB, n), rng.integers(0, 2, n)
+        ids, mask = rng.integers(0, VOCAB + (i % 7 == 3), n), rng.integers(0, 2, n)
         rows.append(row(i, ids, mask, name=f"r{i // 2 if i % 11 == 5 else i}"))
     rows[0] = row(0, [1, 2], [0, 1], "always-good")
     return rows
@@ -75,7 +74,7 @@ limits = st.builds(
 
 
 @given(corpora(), limits)
-def test_plan_depends_on_nothing_but_rows_and_manifest(rows: list[CorpusRow], manifest: BuildManifest) -> None:
+def test_plan_depends_on_nothing_but_rows_and_manifest(rows: list[Sample], manifest: BuildManifest) -> None:
     (first, first_batches), (again, again_batches) = plan_of(rows, manifest), plan_of(iter(rows), manifest)
     assert first.table.equals(again.table)
     assert (first.corpus, first.batches, first.totals) == (again.corpus, again.batches, again.totals)
@@ -97,7 +96,7 @@ def test_plan_does_not_depend_on_how_the_file_was_cut_or_packed(tmp_path: Path) 
 
 
 @given(corpora(), limits)
-def test_every_row_is_in_the_plan_exactly_once(rows: list[CorpusRow], manifest: BuildManifest) -> None:
+def test_every_row_is_in_the_plan_exactly_once(rows: list[Sample], manifest: BuildManifest) -> None:
     plan, batches = plan_of(rows, manifest)
     table = plan.table.to_pylist()
     assert sorted(line["corpus_row"] for line in table) == list(range(len(rows)))
@@ -111,12 +110,12 @@ def test_every_row_is_in_the_plan_exactly_once(rows: list[CorpusRow], manifest: 
     # the sink got what the table says, in its order
     assert [r.row for batch in batches for r in batch] == [line["corpus_row"] for line in planned]
     assert plan.totals["tokens"] == sum(line["n_tokens"] for line in planned)
-    assert plan.totals["loss_tokens"] == sum(supervised(r.loss_mask) for batch in batches for r in batch)
+    assert plan.totals["loss_tokens"] == sum(r.n_loss for batch in batches for r in batch)
 
 
 @given(corpora(), limits)
 def test_a_batch_keeps_its_token_budget_and_begins_with_its_longest_sample(
-    rows: list[CorpusRow], manifest: BuildManifest
+    rows: list[Sample], manifest: BuildManifest
 ) -> None:
     plan, batches = plan_of(rows, manifest)
     padded = 0
@@ -129,7 +128,7 @@ def test_a_batch_keeps_its_token_budget_and_begins_with_its_longest_sample(
 
 
 @given(corpora(), limits)
-def test_shards_are_runs_of_whole_batches_within_their_size(rows: list[CorpusRow], manifest: BuildManifest) -> None:
+def test_shards_are_runs_of_whole_batches_within_their_size(rows: list[Sample], manifest: BuildManifest) -> None:
     plan, batches = plan_of(rows, manifest)
     assert [number for shard in plan.batches for number in shard] == list(range(len(batches)))
     specs = manifest_specs(manifest, HIDDEN)
@@ -139,7 +138,7 @@ def test_shards_are_runs_of_whole_batches_within_their_size(rows: list[CorpusRow
     for shard, numbers in enumerate(plan.batches):
         members = [r for number in numbers for r in batches[number]]
         n_tokens = sum(length(r) for r in members)
-        n_loss = sum(supervised(r.loss_mask) for r in members)
+        n_loss = sum(r.n_loss for r in members)
         assert plan.shard_rows[shard] == (n_tokens, n_loss)
         sizes.append(n_tokens * per_token + n_loss * per_loss)
         assert len(numbers) == 1 or sizes[-1] <= manifest.store.shard_bytes
@@ -149,7 +148,7 @@ def test_shards_are_runs_of_whole_batches_within_their_size(rows: list[CorpusRow
         assert {line["batch"] for line in lines} == set(numbers)
     for shard, numbers in enumerate(plan.batches[1:], 1):  # a shard rolled only because the next batch did not fit
         first = batches[numbers[0]]
-        first_bytes = sum(length(r) * per_token + supervised(r.loss_mask) * per_loss for r in first)
+        first_bytes = sum(length(r) * per_token + r.n_loss * per_loss for r in first)
         assert sizes[shard - 1] + first_bytes > manifest.store.shard_bytes
 
 
@@ -170,12 +169,12 @@ def test_a_shard_is_no_length_class() -> None:
     assert abs(np.corrcoef(widths, np.arange(len(widths)))[0, 1]) < 0.2
 
 
-FAULTS: dict[str, CorpusRow] = {
-    "bad-json": CorpusRow(1, reason="bad-json", detail="byte 7: not JSON"),
-    "bad-row": CorpusRow(1, "x", None, np.ones(3, np.uint8)),
-    "length-mismatch": row(1, [1, 2, 3], [0, 1]),
+FAULTS: dict[str, Sample | Reject] = {
+    **{
+        reason: Reject(1, "x", reason, "as a reader says it")
+        for reason in ("bad-json", "damaged", "bad-row", "length-mismatch", "bad-mask")
+    },
     "empty": row(1, [], []),
-    "bad-mask": row(1, [1, 2, 3], [0, 1, 2]),
     "ids-out-of-vocab": row(1, [1, VOCAB, 3], [0, 1, 1]),
     "too-few-supervised": row(1, [1, 2, 3], [1, 0, 0]),
     "too-long": row(1, [1] * 65, [1] * 65),
@@ -197,7 +196,7 @@ def test_a_row_that_cannot_be_used_is_recorded_with_its_reason(reason: str) -> N
     assert sorted(r.row for batch in batches for r in batch) == [0, 2]
 
 
-@pytest.mark.parametrize("bad", [-1, VOCAB, 2**31 - 1])
+@pytest.mark.parametrize("bad", [VOCAB, 2**31 - 1])
 def test_ids_outside_the_vocabulary_are_named(bad: int) -> None:
     plan, _ = plan_of([row(0, [1, 2], [0, 1]), row(1, [1, bad], [0, 1])])
     assert plan.table.to_pylist()[-1]["detail"] == f"id {bad}, vocabulary of {VOCAB}"
@@ -210,8 +209,8 @@ def test_limits_are_inclusive() -> None:
 
 
 def test_rows_without_an_id_are_known_by_their_content() -> None:
-    same = [CorpusRow(i, "", np.array([1, 2], np.int32), np.array([0, 1], np.uint8)) for i in range(2)]
-    other = CorpusRow(2, "", np.array([1, 2], np.int32), np.array([1, 1], np.uint8))
+    same = [Sample(i, "", np.array([1, 2], np.int32), np.array([0, 1], np.uint8)) for i in range(2)]
+    other = Sample(2, "", np.array([1, 2], np.int32), np.array([1, 1], np.uint8))
     plan, _ = plan_of([*same, other])
     ids = plan.table["sample_id"].to_pylist()
     assert plan.reasons() == {"duplicate-id": 1}
@@ -228,8 +227,8 @@ def test_any_change_of_order_or_content_changes_the_corpus_digest() -> None:
     rows = corpus_rows()
     digest = plan_of(rows)[0].corpus["digest"]
     swapped = [rows[1], rows[0], *rows[2:]]
-    shorter = [*rows[:-1], CorpusRow(6, "s6", rows[6].input_ids[:-1], rows[6].loss_mask[:-1])]  # type: ignore[index]
-    masked = [*rows[:-1], CorpusRow(6, "s6", rows[6].input_ids, 1 - rows[6].loss_mask)]  # type: ignore[operator,arg-type]
+    shorter = [*rows[:-1], Sample(6, "s6", rows[6].input_ids[:-1], rows[6].loss_mask[:-1])]
+    masked = [*rows[:-1], Sample(6, "s6", rows[6].input_ids, 1 - rows[6].loss_mask)]
     digests = {digest, *(plan_of(changed)[0].corpus["digest"] for changed in (swapped, shorter, masked, rows[:-1]))}
     assert len(digests) == 5
     assert plan_of(rows)[0].corpus == {"rows": 7, "digest": digest}
@@ -237,7 +236,7 @@ def test_any_change_of_order_or_content_changes_the_corpus_digest() -> None:
 
 @pytest.mark.parametrize(
     ("reasons", "told"),
-    [([], "it has no rows"), (["empty"], "1 empty"), (["bad-json", "too-long", "too-long"], "1 bad-json, 2 too-long")],
+    [([], "it has no rows"), (["empty"], "1 empty"), (["bad-json", "too-long", "too-long"], "2 too-long, 1 bad-json")],
 )
 def test_a_corpus_without_a_usable_row_is_refused_with_the_counts(reasons: list[str], told: str) -> None:
     with pytest.raises(InputError) as caught:
@@ -250,8 +249,8 @@ def test_a_corpus_without_a_usable_row_is_refused_with_the_counts(reasons: list[
     ("mask", "count"), [([], 0), ([1], 0), ([0, 1], 1), ([1, 1], 1), ([1, 0, 0], 0), ([0, 1, 0, 1], 2)]
 )
 def test_the_first_token_is_never_supervised(mask: list[int], count: int) -> None:
-    assert supervised(np.array(mask, np.uint8)) == count
-    assert supervised(None) == 0
+    assert count_supervised(np.array(mask, np.uint8)) == count_supervised(mask) == count
+    assert supervised_positions(np.array(mask, np.uint8)).tolist() == [i for i, m in enumerate(mask) if m and i]
 
 
 @pytest.mark.parametrize("final_state", [True, False])

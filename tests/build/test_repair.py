@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import hscache
 from hscache.audit import compare
+from hscache.audit.states import verify_with_states
 from hscache.audit.verify import VerifyReport, verify
 from hscache.build import repair as repair_module
 from hscache.build.convert import Change, convert
@@ -25,8 +26,8 @@ from hscache.cli import app
 from hscache.console import Interrupted
 from hscache.errors import ConfigError, ConflictError, HscacheError, IntegrityError
 from hscache.manifest import Codec, parse_manifest
-from hscache.report import store_info, verify_with_states
 from hscache.store.index import committed_shards, read_shard
+from hscache.store.info import store_info
 from hscache.store.layout import canonical_json, group_metadata
 from tests.conftest import DATA, TINY_HYBRID
 
@@ -209,7 +210,7 @@ def test_states_that_went_through_a_lossy_codec_are_judged_by_its_promise(refere
     store = _converted(reference, tmp_path, "int4", "raw")
     report = verify(store)
     assert report.findings == []
-    states = verify_with_states(report, recompute=2, against=reference, show=False)
+    states = verify_with_states(report, recompute=2, against=reference)
     assert report.findings == [], states
     # its states are int4's all the same: another lossy codec would add to their error, and they are not the target's
     with pytest.raises(ConfigError) as caught:
@@ -225,6 +226,6 @@ def test_a_target_that_rounds_otherwise_agrees_with_an_int4_store(
     store, load = hscache.open(_converted(reference, tmp_path, "int4")), compare.load_for
     monkeypatch.setattr(compare, "load_for", lambda s, t, d: load(s, t, d, dtype="bfloat16"))
     report = VerifyReport(str(store.path), "quick")
-    verify_with_states(report, recompute=8, show=False)
+    verify_with_states(report, recompute=8)
     assert report.findings == []
     assert compare.fault(compare.recompute(store, 8)), "by the limit of exact states it is another one"

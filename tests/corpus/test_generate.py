@@ -167,6 +167,7 @@ FAULTS: dict[str, list[Any]] = {
         {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"turns": [{"role": "user"}]},
     ],
+    "damaged": [],
     "empty-prompt": [],
     "template-refused": [{"messages": [{"role": "tool", "content": "3"}]}],
     "empty-completion": [],

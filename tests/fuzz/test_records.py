@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 import hscache
 from hscache.audit.verify import verify
 from hscache.errors import HscacheError
-from hscache.report import print_info, store_info
+from hscache.report import print_info
+from hscache.store.info import store_info
 from hscache.store.layout import canonical_json, group_metadata, json_digest
 from tests.made.stores import corpus_rows, little_manifest, make_store
 

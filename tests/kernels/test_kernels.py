@@ -18,9 +18,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 
 from hscache.audit.doctor import diagnose, render
 from hscache.errors import ConfigError, EnvironmentFault
-from hscache.kernels import guards as kernel_guards
-from hscache.kernels.compare import LIMITS, _Sums, compare_local, first_divergence
-from hscache.kernels.guards import environment, fla_backends, fla_breaks_grouped_heads, version_findings
+from hscache.kernels.compare import LIMITS, _Sums, compare_local, first_divergence, measures_beyond
+from hscache.kernels.guards import environment, fla_backends, fla_breaks_grouped_heads
 from hscache.kernels.observe import observe_kernels, planned_records
 from hscache.kernels.path import check_calls, describe_path, is_fallback, kernel_path_id
 from hscache.kernels.sites import KernelRecord, find_sites
@@ -206,7 +205,7 @@ def test_a_choice_that_does_not_exist_is_refused(hybrid: nn.Module, force: Any) 
 
 @pytest.fixture
 def late_fla(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make a fake fla importable after transformers bound torch, as 5.15 and 5.16 do with the real one."""
+    """Make a fake fla importable after transformers bound torch."""
 
     def install(source: str) -> None:
         for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
@@ -238,19 +237,6 @@ def test_fla_can_be_forced_where_transformers_bound_torch(
     with pytest.raises(EnvironmentFault) as caught, observe_kernels(hybrid, "fla"):
         pass
     assert caught.value.code == "kernel-device"
-
-
-def test_transformers_5_16_ignores_an_installed_fla(
-    hybrid: nn.Module, late_fla: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    versions = {"transformers": "5.16.0", "flash-linear-attention": "0.6.0"}
-    monkeypatch.setattr(kernel_guards, "installed_versions", lambda: versions)
-    assert version_findings(find_sites(hybrid)) == []  # nothing to import, so nothing is ignored
-    late_fla(fla_source())
-    (finding,) = version_findings(find_sites(hybrid))
-    assert (finding.code, finding.refuse) == ("fla-ignored", False)
-    versions["transformers"] = "5.17.0"
-    assert version_findings(find_sites(hybrid)) == []
 
 
 # --- comparing on the same inputs
@@ -314,8 +300,8 @@ def test_rounding_of_a_vector_that_cancelled_is_no_fault_and_garbage_in_its_plac
 
     def beyond(candidate: torch.Tensor, reference: torch.Tensor = reference) -> list[str]:
         sums = _Sums(2, torch.bfloat16)
-        sums.add(reference, candidate, keep)
-        return sums.distance().exceeds(LIMITS[torch.bfloat16])
+        sums.add_outputs(reference, candidate, keep)
+        return list(measures_beyond(sums.distance(), LIMITS[torch.bfloat16]))
 
     assert 1 - torch.cosine_similarity(reference[0, 70, 1], rounded[0, 70, 1], dim=0) > 5e-3
     assert beyond(rounded) == []
@@ -391,11 +377,16 @@ def test_fla_backends_are_those_that_ran_not_those_that_were_tried(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("transformers", "fla", "wrong"),
-    [("5.24.0", "0.4.2", True), ("5.23.0", "0.4.0", True), ("5.22.2", "0.4.2", False), ("5.24.0", "0.5.0", False)],
+    ("versions", "wrong"),
+    [
+        ({"flash-linear-attention": "0.4.2", "fla-core": "0.4.2"}, True),
+        ({"flash-linear-attention": None, "fla-core": "0.4.0"}, True),
+        ({"flash-linear-attention": "0.5.0", "fla-core": "0.5.0"}, False),
+        ({"flash-linear-attention": None, "fla-core": None}, False),
+    ],
 )
-def test_the_guard_knows_which_versions_misread_grouped_heads(transformers: str, fla: str, wrong: bool) -> None:
-    assert fla_breaks_grouped_heads({"transformers": transformers, "flash-linear-attention": fla}) is wrong
+def test_the_guard_knows_which_fla_misreads_grouped_heads(versions: dict[str, str | None], wrong: bool) -> None:
+    assert fla_breaks_grouped_heads(versions) is wrong
 
 
 def test_environment_is_plain_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,131 +398,28 @@ def test_environment_is_plain_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tf32_matmul" in facts
 
 
-# --- transformers <= 5.14, in miniature: callables on the mixer, or two methods
-
-OLD = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-causal_conv1d_fn = mamba_chunk_scan_combined = None
-
-def torch_chunk_gated_delta_rule(x, **kwargs):
-    return x * 2
-
-class Delta(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1d = nn.Conv1d(4, 4, 2, padding=1)
-        self.causal_conv1d_fn = None
-        self.chunk_gated_delta_rule = torch_chunk_gated_delta_rule
-
-    def _forward(self, x):
-        if self.causal_conv1d_fn is not None:
-            x = self.causal_conv1d_fn(x, weight=self.conv1d.weight)
-        else:
-            x = F.silu(self.conv1d(x)[..., : x.shape[-1]])
-        return self.chunk_gated_delta_rule(x)
-
-    def decorated(forward):  # as accelerate's hooks are forced in 5.7 to 5.14: no functools.wraps
-        def wrapped(self, *args):
-            return forward(self, *args)
-        return wrapped
-
-    forward = decorated(_forward)
-
-class OldRMSNormGated(nn.Module):
-    def __init__(self, size, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return x * self.weight
-
-class Mamba(nn.Module):
-    def forward(self, x):
-        if mamba_chunk_scan_combined is not None and causal_conv1d_fn is not None:
-            return self.cuda_kernels_forward(x)
-        return self.torch_forward(x)
-
-    def cuda_kernels_forward(self, x):
-        return mamba_chunk_scan_combined(causal_conv1d_fn(x))
-
-    def torch_forward(self, x):
-        return x + 1
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Delta(), Mamba()])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-"""
+# --- whole modules that are not transformers'
 
 
-@pytest.fixture
-def old_model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    module = types.ModuleType("transformers.models.old.modeling_old")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(OLD, module.__dict__)
-    model: nn.Module = module.Model()
-    return model
-
-
-def test_attribute_and_method_wiring_are_counted(old_model: nn.Module) -> None:
-    with observe_kernels(old_model) as observed:
-        old_model(torch.ones(1, 4, 6))
-    got = {(r.layer, r.op, r.wiring, r.implementation, r.source.split(":")[1], r.calls) for r in observed.records()}
-    assert got == {
-        ("layers.0", "causal_conv1d_fn", "attribute", "torch", "Delta._forward", 1),
-        ("layers.0", "chunk_gated_delta_rule", "attribute", "torch", "torch_chunk_gated_delta_rule", 1),
-        ("layers.1", "mixer_forward", "method", "torch", "Mamba.torch_forward", 1),
-    }
-    assert check_calls(observed.records()) == []
-
-
-def test_attribute_wiring_is_forced_and_restored(old_model: nn.Module) -> None:
-    def conv(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * 0
-
-    conv.__module__ = "causal_conv1d"
-    delta: Any = old_model.layers[0]  # type: ignore[index]
-    delta.causal_conv1d_fn = conv
-    x = torch.ones(1, 4, 6)
-    with observe_kernels(old_model, "bound") as observed:
-        bound = old_model(x)
-    assert describe_path(observed.records()).by_op["causal_conv1d_fn"] == ("causal_conv1d",)
-    for force in ("torch", "auto"):  # on the CPU, auto does not give the kernel its tensors either
-        with observe_kernels(old_model, force) as observed:
-            assert not torch.equal(old_model(x), bound)
-        assert describe_path(observed.records()).kind == "torch"
-        assert delta.causal_conv1d_fn is conv
-        assert "torch_forward" not in vars(old_model.layers[1])  # type: ignore[index]
-
-
-def test_flas_gated_norm_is_counted_and_can_be_torch_over_the_same_weight(old_model: nn.Module) -> None:
+def test_a_part_of_a_kernel_package_is_counted_and_cannot_be_torch(
+    hybrid: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class FusedRMSNormGated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.eps = nn.Parameter(torch.full((6,), 3.0)), 1e-6
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 0
+        def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return hidden_states * 0
 
     FusedRMSNormGated.__module__ = FusedRMSNormGated.forward.__module__ = "fla.modules"
-    delta: Any = old_model.layers[0]  # type: ignore[index]
-    delta.norm = FusedRMSNormGated()
-    x = torch.ones(1, 4, 6)
-    for force, implementation, value in (("bound", "fla", 0.0), ("torch", "torch", 3.0), ("auto", "torch", 3.0)):
-        with observe_kernels(old_model, force) as observed:
-            assert delta.norm(x).unique().tolist() == [value]
-        (record,) = [r for r in observed.records() if r.op == "norm"]
-        assert (record.layer, record.wiring, record.implementation) == ("layers.0.norm", "module", implementation)
-        assert record.calls == 1
-        assert "forward" not in vars(delta.norm)
+    layer: Any = hybrid.model.layers[1].linear_attn  # type: ignore[union-attr, index]
+    monkeypatch.setitem(layer._modules, "norm", FusedRMSNormGated())
+    with observe_kernels(hybrid) as observed:
+        forward(hybrid)
+    (record,) = [record for record in observed.records() if record.implementation == "fla"]
+    assert (record.layer, record.wiring, record.calls) == ("layers.1.linear_attn.norm", "module", 1)
+    assert describe_path(observed.records()).kind == "mixed"
+    with pytest.raises(EnvironmentFault) as caught, observe_kernels(hybrid, "torch"):
+        pass
+    assert caught.value.code == "kernel-fixed"
+    assert "layers.1.linear_attn.norm: torch is forced, but this part is fla.modules:" in caught.value.message
 
 
 def test_a_hub_kernel_that_replaced_a_forward_is_observed(hybrid: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -668,10 +556,7 @@ def test_old_fla_with_grouped_heads_is_refused(tmp_path: Path, targets: Callable
     got = run_python(
         tmp_path,
         f"""
-        from hscache.kernels import guards as kernel_guards
         grouped, even = tiny_targets.qwen3_5(), tiny_targets.qwen3_5(linear_num_key_heads=4)
-        versions = kernel_guards.installed_versions() | {{"transformers": "5.24.0"}}
-        kernel_guards.installed_versions = lambda: versions
         codes = []
         for force in ("auto", "fla"):
             try:

@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from hscache.build.plan import Plan, make_plan, manifest_specs
-from hscache.health import CodecError, Health, RowErrors, RowStats, compare_rows, reduce_rows
+from hscache.distance import CodecError, RowErrors, compare_rows
+from hscache.health import Health, RowStats, reduce_rows
 from hscache.manifest import BuildManifest, parse_manifest
-from hscache.rows import CorpusRow, supervised
+from hscache.rows import Sample, supervised_positions
 from hscache.store import lossy
 from hscache.store.durable import Staging
 from hscache.store.head import write_target
@@ -27,7 +28,7 @@ from hscache.store.shard_writer import ShardWriter
 
 HIDDEN, VOCAB, TAPS, TOPK = 8, 32, (0, 2, 3), 4
 Arrays = dict[str, NDArray[Any]]
-Edit = Callable[[CorpusRow, Arrays], None]
+Edit = Callable[[Sample, Arrays], None]
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Little:
     plan: Plan
     arrays: dict[str, Arrays]
     """Sample id -> arrays as stored."""
-    rows: list[CorpusRow]
+    rows: list[Sample]
     """Planned samples in corpus order."""
 
 
@@ -58,7 +59,7 @@ def little_manifest(**sections: dict[str, Any]) -> BuildManifest:
     return parse_manifest(raw, "little")
 
 
-def corpus_rows(lengths: Sequence[int] = (5, 9, 1, 12, 3, 7, 8), seed: int = 0) -> list[CorpusRow]:
+def corpus_rows(lengths: Sequence[int] = (5, 9, 1, 12, 3, 7, 8), seed: int = 0) -> list[Sample]:
     """Return rows of these lengths; a row of one token has nothing to supervise and is rejected by the plan."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -66,7 +67,7 @@ def corpus_rows(lengths: Sequence[int] = (5, 9, 1, 12, 3, 7, 8), seed: int = 0) 
         mask = rng.integers(0, 2, n).astype(np.uint8)
         mask[-1] = 1
         ids = rng.integers(0, VOCAB, n).astype(np.int32)
-        rows.append(CorpusRow(i, f"s{i}", ids, mask, tag=("math", "code", None)[i % 3]))
+        rows.append(Sample(i, f"s{i}", ids, mask, tag=("math", "code", None)[i % 3]))
     return rows
 
 
@@ -77,10 +78,8 @@ def head_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"embed": embed, "lm_head": lm_head, "norm": torch.ones(HIDDEN).bfloat16()}
 
 
-def little_arrays(row: CorpusRow, manifest: BuildManifest, scale: float = 1.0) -> Arrays:
+def little_arrays(row: Sample, manifest: BuildManifest, scale: float = 1.0) -> Arrays:
     """Return what capture would hand over for a row: a function of the sample's id alone."""
-    assert row.input_ids is not None
-    assert row.loss_mask is not None
     made = torch.Generator().manual_seed(sum(row.sample_id.encode()))
     n, taps, topk = len(row.input_ids), manifest.states.taps, manifest.logits.topk
     states = (torch.randn(n, len(taps), HIDDEN, generator=made) * scale).bfloat16()
@@ -89,7 +88,7 @@ def little_arrays(row: CorpusRow, manifest: BuildManifest, scale: float = 1.0) -
     if manifest.states.final_state:
         arrays["final_state"] = _bits(final)
     if topk:
-        before = np.flatnonzero(row.loss_mask[1:])
+        before = supervised_positions(row.loss_mask) - 1
         logits = final[before].float() @ head_weights()["lm_head"].float().T
         lse = torch.logsumexp(logits, -1)
         top, ids = logits.topk(topk, -1)
@@ -101,7 +100,7 @@ def little_arrays(row: CorpusRow, manifest: BuildManifest, scale: float = 1.0) -
 
 def make_store(
     path: Path,
-    rows: Sequence[CorpusRow] | None = None,
+    rows: Sequence[Sample] | None = None,
     *,
     manifest: BuildManifest | None = None,
     edit: Edit | None = None,
@@ -159,7 +158,6 @@ def make_store(
             health, error = Health(len(manifest.states.taps) + 1), CodecError()
             for number in plan.batches[shard]:
                 for row in batches.all[number]:
-                    assert row.input_ids is not None
                     if row.sample_id in reject:
                         writer.reject(row.sample_id, row.row, len(row.input_ids), "non-finite", "planted")
                         continue
@@ -223,11 +221,6 @@ def encoded(arrays: Arrays, codec: str) -> tuple[Arrays, RowErrors]:
     return out, RowErrors(rel_l2, apart, np.full(len(rel_l2), np.nan, np.float32))
 
 
-def n_loss(row: CorpusRow) -> int:
-    """Return a row's supervised tokens."""
-    return supervised(row.loss_mask)
-
-
 def same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
     """Tell whether two arrays are equal in shape, type and every bit."""
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
@@ -253,9 +246,9 @@ def change_token(root: Path) -> None:
 
 class _Batches:
     def __init__(self) -> None:
-        self.all: list[list[CorpusRow]] = []
+        self.all: list[list[Sample]] = []
 
-    def write_batch(self, rows: list[CorpusRow]) -> None:
+    def write_batch(self, rows: list[Sample]) -> None:
         self.all.append(rows)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import hscache
 from hscache.errors import IntegrityError
 from hscache.manifest import check_fields, to_toml
-from hscache.rows import CorpusRow
+from hscache.rows import Sample as CorpusSample
 from hscache.store.head import TargetHead
 from hscache.store.index import load_index
 from hscache.store.layout import StorePaths, padding_bytes
@@ -59,14 +59,16 @@ def write_manifest(path: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def turn_rows(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[CorpusRow]:
+def turn_rows(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[CorpusSample]:
     """Return rows of one to three supervised turns, each after a stretch of prompt."""
     rng = np.random.default_rng(seed)
     rows = []
     for i, n in enumerate(lengths):
         cuts = np.sort(rng.choice(np.arange(1, n), size=min(2 * (1 + i % 3) - 1, n - 1), replace=False))
         mask = (np.searchsorted(cuts, np.arange(n), side="right") % 2).astype(np.uint8)
-        rows.append(CorpusRow(i, f"t{i}", rng.integers(0, MASK, n).astype(np.int32), mask, tag=("math", "code")[i % 2]))
+        rows.append(
+            CorpusSample(i, f"t{i}", rng.integers(0, MASK, n).astype(np.int32), mask, tag=("math", "code")[i % 2])
+        )
     return rows
 
 

@@ -15,7 +15,7 @@ from hscache.corpus.readers import read_corpus
 from hscache.model.capture import Capturer
 from hscache.model.facts import read_shape
 from hscache.model.loading import LoadedTarget, load_target
-from hscache.rows import CorpusRow
+from hscache.rows import Sample
 from hscache.store.head import load_head
 from hscache.store.index import read_plan
 from tests.conftest import smollm2_manifest
@@ -30,7 +30,7 @@ def target(smollm2: Path) -> LoadedTarget:
 
 
 @pytest.fixture(scope="module")
-def rows(corpus: Path) -> list[CorpusRow]:
+def rows(corpus: Path) -> list[Sample]:
     return list(read_corpus(corpus))[:6]
 
 
@@ -144,7 +144,7 @@ def test_a_shard_opens_with_zarr_alone(store: hscache.store.reader.Store) -> Non
         assert np.array_equal(numbers[start : start + n], store[i].hidden_states.float().numpy())
 
 
-def test_the_last_block_is_seen_before_the_norm(target: LoadedTarget, rows: list[CorpusRow]) -> None:
+def test_the_last_block_is_seen_before_the_norm(target: LoadedTarget, rows: list[Sample]) -> None:
     capturer = Capturer(target, (29,), final_state=True, topk=0)
     [captured] = capturer.start(rows[:1])[0].samples()
     last = torch.from_numpy(captured.arrays["hidden_states"].view(np.int16)).view(torch.bfloat16)[:, 0]
@@ -156,7 +156,7 @@ def test_the_last_block_is_seen_before_the_norm(target: LoadedTarget, rows: list
 
 
 def test_out_of_memory_halves_the_batch_and_changes_nothing(
-    target: LoadedTarget, rows: list[CorpusRow], monkeypatch: pytest.MonkeyPatch
+    target: LoadedTarget, rows: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = sorted(rows, key=lambda row: -len(row.input_ids))
     whole = list(Capturer(target, TAPS, final_state=True, topk=8).start(rows)[0].samples())
@@ -177,7 +177,7 @@ def test_out_of_memory_halves_the_batch_and_changes_nothing(
 
 
 def test_a_sample_that_never_fits_is_rejected_alone(
-    target: LoadedTarget, rows: list[CorpusRow], monkeypatch: pytest.MonkeyPatch
+    target: LoadedTarget, rows: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest = max(len(row.input_ids) for row in rows)
     forward = type(target.backbone).forward

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 import hscache
 from hscache.errors import IntegrityError
-from hscache.rows import CorpusRow
+from hscache.rows import Sample
 from hscache.store import direct
 from hscache.store.codecs import NAMES
 from hscache.store.direct import ArrayFile, read_layout
@@ -587,7 +587,7 @@ def test_an_array_of_another_layout_is_read_through_zarr(little: Little, tmp_pat
 def test_a_mask_of_another_count_is_damage_and_never_gives_another_samples_logits(
     tmp_path: Path, mask: tuple[int, ...]
 ) -> None:
-    rows = [CorpusRow(i, f"s{i}", np.arange(4, dtype="i4"), np.array([0, 1, 0, 1], "u1")) for i in range(2)]
+    rows = [Sample(i, f"s{i}", np.arange(4, dtype="i4"), np.array([0, 1, 0, 1], "u1")) for i in range(2)]
     root = make_store(tmp_path / "store", rows).path
     path = root / "shards/00000.zarr/loss_mask/c.0"
     data = bytearray(path.read_bytes())

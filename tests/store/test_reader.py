@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import hscache
 from hscache.errors import FormatError, HscacheError, InputError, IntegrityError
-from hscache.rows import CorpusRow
+from hscache.rows import Sample
 from hscache.store.codecs import NAMES
 from hscache.store.durable import Staging
 from hscache.store.head import load_head
@@ -180,7 +180,7 @@ def test_a_token_range_is_that_part_of_the_whole(little: Little, i: int, data: s
 def test_logit_rows_belong_to_the_supervised_tokens_but_the_first(tmp_path: Path, mask: list[int]) -> None:
     rows = [
         *corpus_rows((6,), seed=9),
-        CorpusRow(1, "x", np.arange(len(mask), dtype=np.int32), np.array(mask, np.uint8)),
+        Sample(1, "x", np.arange(len(mask), dtype=np.int32), np.array(mask, np.uint8)),
     ]
     made = make_store(tmp_path / "store", rows)
     store = hscache.open(made.path)

@@ -27,6 +27,7 @@ from hscache.device import pick_device
 from hscache.manifest import load_manifest
 from hscache.model.facts import resolve_manifest
 from hscache.model.loading import LoadedTarget, load_target
+from hscache.rows import supervised_positions
 
 
 @torch.inference_mode()
@@ -42,7 +43,7 @@ def bare_forward(target: LoadedTarget, spool: Spool, n_batches: int) -> float:
         for i, row in enumerate(rows):
             n = len(row.input_ids)
             ids[i, :n], attention[i, :n] = torch.from_numpy(row.input_ids.astype(np.int64)), 1
-            supervised[i, : n - 1] = torch.from_numpy(row.loss_mask[1:] != 0)
+            supervised[i, torch.from_numpy(supervised_positions(row.loss_mask) - 1)] = True
         ids, attention = ids.to(target.device), attention.to(target.device)
         final = target.backbone(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
         for rows_of_head in final[supervised.to(target.device)].split(1024):

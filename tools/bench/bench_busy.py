@@ -105,12 +105,16 @@ def main() -> None:
         cells: list[object] = [name]
         for job in ("fit", "build"):
             quiet, loaded = (statistics.median(found[name, job, others]) for others in (0, args.busy))
-            cells += [f"{quiet:,.0f}", f"{loaded:,.0f}", f"{loaded / quiet:.2f}"]
+            cells += [quiet, loaded, loaded / quiet]
         rows.append(cells)
     cores = len(os.sched_getaffinity(0))
     fair = f"{cores} threads of {cores + args.busy}: {min(1.0, cores / (cores + args.busy)):.2f}"
-    columns = ["threads wait", "fit, tokens/s", "busy", "kept", "build, tokens/s", "busy", "kept"]
-    table(f"{cores} cores, {args.busy} busy processes; fair share of {fair}", columns, rows, right=range(1, 7))
+    columns = [
+        column
+        for job in ("fit", "build")
+        for column in ((f"{job}, tokens/s", ",.0f"), ("busy", ",.0f"), ("kept", ".2f"))
+    ]
+    table(f"{cores} cores, {args.busy} busy processes; fair share of {fair}", columns, rows)
 
 
 if __name__ == "__main__":

@@ -242,17 +242,18 @@ def print_comparison(found: dict[str, Any]) -> None:
     cells = []
     for row in found["rows"]:
         if row["refused"] is not None:
-            cells.append([row["states"], *[""] * 5, row["refused"]])
+            cells.append([row["states"], *[None] * 5, row["refused"]])
             continue
-        less, apart = row["less_first"], ["", ""]
+        less, apart = row["less_first"], [None, None]
         if less is not None:
             low, high = less["interval"]
             apart = [f"{less['tau']:+.3f} ({low:+.3f} .. {high:+.3f})", f"{less['other_walks']} of {less['samples']}"]
-        figures = [f"{row['tau']:.3f}", apart[0], f"{row['tau_all']:.3f}", f"{row['ddtree'][TREE]:.3f}", apart[1]]
+        figures = [row["tau"], apart[0], row["tau_all"], row["ddtree"][TREE], apart[1]]
         rejected = [f"build ({reason}: {n} rejected)" for reason, n in row["rejected"].items()]
         cells.append([row["states"], *figures, ", ".join([*rejected, *row["found_by"]]) or "nobody"])
-    columns = ["states", "tau", "less as built (95 %)", "tau_all", f"DDTree-{TREE}", "other walks", "found by"]
-    table(f"{found['run']} on {found['samples']} held-out samples", columns, cells, right=range(1, 6))
+    taus = [("tau", ".3f"), ("less as built (95 %)", ">"), ("tau_all", ".3f"), (f"DDTree-{TREE}", ".3f")]
+    columns = ["states", *taus, ("other walks", ">"), "found by"]
+    table(f"{found['run']} on {found['samples']} held-out samples", columns, cells)
 
 
 if __name__ == "__main__":

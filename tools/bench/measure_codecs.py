@@ -35,7 +35,8 @@ import torch
 
 import hscache
 from hscache.console import say, table
-from hscache.health import compare_rows, kl_nats
+from hscache.distance import compare_rows, kl_nats
+from hscache.rows import supervised_positions
 from hscache.store import lossy
 from hscache.store.head import load_head
 
@@ -79,7 +80,9 @@ class States:
         self.bf16 = torch.cat([torch.cat([s.hidden_states, s.final_state[:, None]], dim=1) for s in samples])
         self.rms_CH = torch.stack([self.bf16[:, c].float().square().mean(0).sqrt() for c in range(self.bf16.shape[1])])
         starts = np.cumsum([0, *store.n_tokens[:-1]])
-        before = np.concatenate([n + np.flatnonzero(s.loss_mask[1:]) for n, s in zip(starts, samples, strict=True)])
+        before = np.concatenate(
+            [n + supervised_positions(s.loss_mask) - 1 for n, s in zip(starts, samples, strict=True)]
+        )
         self.before = torch.from_numpy(before[np.unique(np.linspace(0, len(before) - 1, KL_ROWS).astype(int))])
         self.head = load_head(path / "target")
         self.logits = self.head.logits(self.bf16[self.before, -1])
@@ -232,21 +235,19 @@ def main() -> None:
                 say(f"{path}: {way.name}, {bits} bits")
                 lines.append(measure(way, states))
         out[str(path)] = [asdict(line) for line in lines]
+        forms = {
+            "rel L2": ".2%", "worst cos": ".5f", "channel": ".2%", "bytes/el": ".3f", "smaller": ".2f",
+            "KL nats": ".1e", "encode MB/s": ".0f", "decode MB/s": ".0f",
+        }  # fmt: skip
         rows = [
             (
-                line.bits, line.scheme, f"{line.rel_l2:.2%}", f"{line.worst_cosine:.5f}", f"{line.channel_error:.2%}",
-                f"{line.bytes_per_element:.3f}", f"{2 / line.bytes_per_element:.2f}", f"{line.kl_nats:.1e}",
-                f"{line.encode_mb_s:.0f}", f"{line.decode_mb_s:.0f}",
+                line.bits, line.scheme, line.rel_l2, line.worst_cosine, line.channel_error, line.bytes_per_element,
+                2 / line.bytes_per_element, line.kl_nats, line.encode_mb_s, line.decode_mb_s,
             )
             for line in lines
         ]  # fmt: skip
-        columns = (
-            "bits", "scheme", "rel L2", "worst cos", "channel", "bytes/el", "smaller", "KL nats", "encode MB/s",
-            "decode MB/s",
-        )  # fmt: skip
-        table(
-            f"{path}: {states.bf16.shape[0]} tokens, {states.bf16.shape[1]} columns", columns, rows, right=range(2, 10)
-        )
+        title = f"{path}: {states.bf16.shape[0]} tokens, {states.bf16.shape[1]} columns"
+        table(title, ["bits", "scheme", *forms.items()], rows)
     if arguments.json:
         arguments.json.write_text(json.dumps(out, indent=1))
 

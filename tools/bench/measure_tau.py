@@ -92,10 +92,10 @@ def report(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> 
             equal = runs[0]["losses"] == base[0]["losses"]
             numbers[name]["identical"] = equal
             rows.append(
-                [name, *(f"{runs[0][f]:.3f}" for f in FIGURES), "losses equal, bit by bit" if equal else "DIFFERS"]
+                [name, *(runs[0][f] for f in FIGURES), "losses equal, bit by bit" if equal else "DIFFERS", None]
             )
             continue
-        cells += [f"{statistics.mean(run[figure] for run in runs):.3f}" for figure in FIGURES]
+        cells += [statistics.mean(run[figure] for run in runs) for figure in FIGURES]
         for figure in FIGURES:
             differences = [run[figure] - b[figure] for run, b in zip(runs, base, strict=True)]
             mean = statistics.mean(differences)
@@ -104,7 +104,8 @@ def report(found: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> 
             cells.append("" if name == "stored" else f"{mean:+.3f} ± {half:.3f}")
         rows.append(cells)
     title = f"{args.store}, {len(base)} seeds, {base[0]['samples']} held-out samples, clean states"
-    table(title, ["states", *FIGURES, *(f"{f}, less stored" for f in FIGURES)], rows, right=(1, 2, 3, 4))
+    less = [(f"{figure}, less stored", ">") for figure in FIGURES]
+    table(title, ["states", *((figure, ".3f") for figure in FIGURES), *less], rows)
     if args.json:
         args.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     if any(entry.get("identical") is False for entry in numbers.values()):

@@ -224,7 +224,7 @@ def show(result: dict[str, Any]) -> None:
         for label in dict.fromkeys([*result["random"][key], *result["points"][key]]):
             text = label if key == "where" else f"{label} shards begun"
             rows.append([f"killed: {text}", *(result[name][key].get(label, 0) for name in names)])
-    table("kill -9, then built to the end", ("", "random moments", "file operations"), rows, right=(1, 2))
+    table("kill -9, then built to the end", ["", ("random moments", "d"), ("file operations", "d")], rows)
     for name in names:
         for bad in result[name]["bad"]:
             say(f"BAD: {json.dumps(bad)}")

@@ -319,14 +319,11 @@ def make_stores(folder: Path, codec: str) -> tuple[Path, Path]:
 
 
 def show(result: dict[str, Any]) -> None:
-    columns = ("harm", "part", "tried", "found", "reader refused", "missed", "slowest verify")
-    rows = [
-        [r["harm"], r["part"], f"{r['tried']:,}", f"{r['found']:,}", f"{r['refused_by_reader']:,}", r["missed"],
-         f"{r['slowest_verify_s']:.2f} s"]
-        for r in result["rows"]
-    ]  # fmt: skip
+    counted = [(name, ",") for name in ("tried", "found", "reader refused", "missed")]
+    keys = ("harm", "part", "tried", "found", "refused_by_reader", "missed")
+    rows = [[*(r[key] for key in keys), f"{r['slowest_verify_s']:.2f} s"] for r in result["rows"]]
     store = f"{result['shards']} shards, {result['files']} files, {result['bytes']:,} bytes"
-    table(f"{result['tried']:,} mutations of {store}", columns, rows, right=(2, 3, 4, 5, 6))
+    table(f"{result['tried']:,} mutations of {store}", ["harm", "part", *counted, ("slowest verify", ">")], rows)
     for row in result["rows"]:
         for miss in row["misses"]:
             say(f"MISSED: {row['harm']}: {miss}")

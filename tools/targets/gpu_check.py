@@ -35,6 +35,7 @@ import torch
 
 import hscache
 from hscache.audit.doctor import diagnose
+from hscache.audit.states import verify_with_states
 from hscache.audit.verify import verify
 from hscache.build.run import KernelPolicy, build
 from hscache.console import say
@@ -44,7 +45,6 @@ from hscache.kernels.observe import planned_records
 from hscache.kernels.path import describe_path
 from hscache.kernels.sites import find_sites
 from hscache.manifest import load_manifest
-from hscache.report import verify_with_states
 from hscache.store.index import committed_shards, read_shard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def check_store(machine: Machine, dtype: str) -> dict[str, Any]:
         report = verify(store)
         states = verify_with_states(
             report, recompute=min(4, machine.samples), kernels=None if machine.why_no_fla else "torch,fla",
-            samples=machine.samples, device=str(machine.device), show=False,
+            samples=machine.samples, device=str(machine.device),
         )  # fmt: skip
     return {
         "path": sorted({kernels["path"] for kernels in made}),

@@ -114,8 +114,6 @@ def fit(
 
     Example: hstrain fit manifests/train/demo.toml --store runs/demo/store --out runs/demo/drafter
     """
-    from dataclasses import asdict
-
     from hstrain.manifest import load_train_manifest
     from hstrain.train.parallel import first_rank
 
@@ -135,7 +133,7 @@ def fit(
         report = run_fit(parsed, store, out, device=device, overfit=overfit, tensorboard=tensorboard)
     if first_rank():
         if json:
-            emit_json(asdict(report))
+            emit_json(report)
         say(report.text())
     if overfit and report.overfit_at is None:
         raise typer.Exit(1)
@@ -262,10 +260,7 @@ def import_(
     from hstrain.exchange.importer import import_drafter
 
     found = import_drafter(checkpoint, store, out, set_ or ())
-    if json:
-        emit_json(found)
-    else:
-        _print_import(found)
+    emit_json(found) if json else _print_import(found)
     if out is not None:
         say(f"{out}: hstrain fit {out} --store {store} --out RUN continues its training")
 
@@ -321,10 +316,7 @@ def doctor(
     from hstrain.doctor import diagnose, print_diagnosis, to_json
 
     found = diagnose(checkpoint, store, target=target, dtype=dtype, device=device)
-    if json:
-        emit_json(to_json(found))
-    else:
-        print_diagnosis(found)
+    emit_json(to_json(found)) if json else print_diagnosis(found)
     if any(fact.grave and not fact.same for fact in found):
         raise typer.Exit(1)
 
@@ -398,19 +390,20 @@ def _print_import(found: dict[str, Any]) -> None:
 
 
 def _print_estimate(numbers: dict[str, Any]) -> None:
-    memory, peak = size(numbers["memory_bytes"]), size(numbers["measured_peak_bytes"])
+    memory, host = size(numbers["memory_bytes"]), size(numbers["host_memory_bytes"])
     hours = duration(numbers["hours"] * 3600)
-    pairs = [
-        ("drafter", f"{numbers['parameters']:,} parameters in {numbers['tensors']} tensors"),
-        ("samples", f"{numbers['train_samples']:,} to train on, {numbers['validation_samples']:,} to validate"),
-        ("an epoch", f"{numbers['tokens_an_epoch']:,} tokens in {numbers['packs_an_epoch']:,} packs"),
-        ("steps", f"{numbers['steps']:,}"),
-        ("memory", f"{memory} counted, {peak} at the peak here"),
-        ("time", f"{numbers['seconds_a_step']:.2f} s a step, {hours} without validation"),
-    ]
-    if numbers["host_memory"]:
-        pairs.insert(-1, ("on the host", f"{size(numbers['host_memory_bytes'])} counted for the first rank"))
-    facts("this run would take", pairs)
+    facts(
+        "this run would take",
+        [
+            ("drafter", f"{numbers['parameters']:,} parameters in {numbers['tensors']} tensors"),
+            ("samples", f"{numbers['train_samples']:,} to train on, {numbers['validation_samples']:,} to validate"),
+            ("an epoch", f"{numbers['tokens_an_epoch']:,} tokens in {numbers['packs_an_epoch']:,} packs"),
+            ("steps", f"{numbers['steps']:,}"),
+            ("memory", f"{memory} counted, {size(numbers['measured_peak_bytes'])} at the peak here"),
+            ("on the host", f"{host} counted for the first rank" if numbers["host_memory"] else None),
+            ("time", f"{numbers['seconds_a_step']:.2f} s a step, {hours} without validation"),
+        ],
+    )
 
 
 def training_facts(store: Path) -> dict[str, Any]:

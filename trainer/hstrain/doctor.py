@@ -14,23 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import hscache
 from hscache.console import table
 from hscache.device import Dtype
+from hscache.distance import SAME_NORM, compare, same_mean
 from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
-from hscache.store.lossy import WORST_COSINE
 from hscache.store.reader import Store
 from hstrain.exchange.importer import open_drafter
 from hstrain.exchange.layouts import Released
 from hstrain.run.checkpoint import store_facts
 
-_STATES_APART, _NORM_APART = 1e-3, 0.02
-"""Mean of 1 - cos over a tap's tokens, and how far its norm may be off, as ``hscache verify --recompute`` has them;
-bf16 runs of one target differ by some 1e-5."""
 _SCALE_APART = 1e-2
 """Relative; bf16 rounds the embedding's scale by up to half of that."""
 
@@ -171,7 +167,7 @@ def _live(target: str, store: Store, taps: tuple[int, ...], dtype: Dtype, device
             sample = store.sample(int(store.n_tokens.argsort()[len(store) // 2]), taps=taps)
             rows = live.prefill(sample.input_ids.tolist())
             lossy = store.manifest["manifest"]["store"]["codec"]
-            found["apart"] = _apart(sample.hidden_states.float(), rows.states.cpu().float(), taps, lossy)
+            found["apart"] = _apart(sample.hidden_states, rows.states.cpu(), taps, lossy)
             found["kernel_path"] = kernel_path(observation)
         found["kernel_fallback"] = kernel_fallback(observation, live)
     return found
@@ -179,14 +175,14 @@ def _live(target: str, store: Store, taps: tuple[int, ...], dtype: Dtype, device
 
 def _apart(stored_TLH: Tensor, fresh_TLH: Tensor, taps: tuple[int, ...], codec: str) -> tuple[str, bool]:
     """Return the distance of the states at the worst tap, in words, and whether they may be the same states."""
-    limit = _STATES_APART if codec != "int4" else 1 - WORST_COSINE[codec]
-    turned_L = (1 - F.cosine_similarity(stored_TLH, fresh_TLH, dim=-1)).mean(0)
+    limit, pairs = same_mean(codec), compare(stored_TLH, fresh_TLH)
+    turned_L = pairs.apart.mean(0)
     # per token: an outlier token's norm would hide all the others
-    grown_L = (fresh_TLH.norm(dim=-1) / stored_TLH.norm(dim=-1)).log().mean(0).exp()
+    grown_L = (pairs.other / pairs.reference).sqrt().log().mean(0).exp()
     # NaN is worse than anything
-    worst = int(torch.maximum(turned_L / limit, (grown_L - 1).abs() / _NORM_APART).nan_to_num(torch.inf).argmax())
+    worst = int(torch.maximum(turned_L / limit, (grown_L - 1).abs() / SAME_NORM).nan_to_num(torch.inf).argmax())
     turned, grown = float(turned_L[worst]), float(grown_L[worst])
-    same = turned < limit and abs(grown - 1) < _NORM_APART
+    same = turned < limit and abs(grown - 1) < SAME_NORM
     return f"1-cos {turned:.1e}, norms {grown:.3f} times those stored, at tap {taps[worst]}", same
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from hscache.rows import supervised_positions
+
 
 def random_of(*key: object) -> np.random.Generator:
     """Return a generator that depends only on the parts of the key, on every machine."""
@@ -19,14 +21,14 @@ def random_of(*key: object) -> np.random.Generator:
 
 
 def anchor_candidates(loss_mask: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return int64 positions that may be anchors: supervised, the next too, and something before them.
+    """Return int64 positions that may be anchors: supervised, and the next token too.
 
     Args:
         loss_mask: uint8 [n].
     """
-    both = (loss_mask[:-1] != 0) & (loss_mask[1:] != 0)
-    both[:1] = False  # a first token has no context
-    return np.flatnonzero(both)
+    at = supervised_positions(loss_mask)
+    candidates: NDArray[np.int64] = at[:-1][np.diff(at) == 1]
+    return candidates
 
 
 def choose_anchors(loss_mask: NDArray[np.uint8], most: int, random: np.random.Generator) -> NDArray[np.int64]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hscache.console import Progress, facts, say
+from hscache.console import Progress, counts, facts, figures, say
 from hscache.device import Dtype
 from hscache.errors import ConfigError, ConflictError, InputError
 from hscache.store.head import TargetHead
@@ -36,6 +36,7 @@ from hstrain.live.target import (
     LiveTarget,
     Prompt,
     Sampling,
+    end_token_ids,
     kernel_fallback,
     kernel_path,
     load_tokenizer,
@@ -103,8 +104,7 @@ def speculate_prompts(
     with opened as (live, observation):
         check_same_target(live, drafter, head)
         tokenizer = load_tokenizer(live.directory)
-        if not live.eos_ids and tokenizer.eos_token_id is not None:
-            live.eos_ids = {tokenizer.eos_token_id}
+        live.eos_ids = end_token_ids(live.directory, tokenizer)
         draft = Draft(drafter.to(live.device), head, live.device)
         ready, rejected = _ready(live, tokenizer, draft, prompts, sampling, raw=raw, limit=limit)
         texts: list[Reference | None] = [None] * len(ready)
@@ -276,24 +276,17 @@ def print_speculation(found: dict[str, Any]) -> None:
         ("kernels", found["kernels"]),
     ]
     by_tag = {tag: tau for tag, tau in found["tau_by_tag"].items() if tau is not None}
-    if len(by_tag) > 1:
-        pairs.append(("by tag", ", ".join(f"{tag} {tau:.2f}" for tag, tau in by_tag.items())))
+    pairs.append(("by tag", figures(by_tag, ".2f") if len(by_tag) > 1 else None))
     if found["speedup"]:
-        with_drafter, without = speeds["drafted"], speeds["plain"]
-        pairs.append(
-            (
-                "speed",
-                f"{with_drafter:.1f} tokens/s, {without:.1f} without a drafter: {found['speedup']:.2f} times as fast",
-            )
-        )
+        speed = f"{speeds['drafted']:.1f} tokens/s, {speeds['plain']:.1f} without a drafter"
         # the costs in tokens of plain decoding: a step must yield more than this to save time
-        parts = {part: seconds * without for part, seconds in found["step_s"].items()}
-        shares = ", ".join(f"{part} {share:.2f}" for part, share in parts.items())
-        pairs.append(("step", f"costs {sum(parts.values()):.2f} tokens without a drafter: {shares}"))
+        parts = {part: seconds * speeds["plain"] for part, seconds in found["step_s"].items()}
+        cost = f"costs {sum(parts.values()):.2f} tokens without a drafter: {figures(parts, '.2f')}"
+        pairs += [("speed", f"{speed}: {found['speedup']:.2f} times as fast"), ("step", cost)]
     if lossless["compared"]:
-        kinds = [f"{lossless[kind]} {kind}" for kind in ("tie", "noise", "unexplained") if lossless[kind]]
-        others = f"; differences: {', '.join(kinds)}" if kinds else ""
-        pairs.append(("lossless", f"{lossless['equal']} of {lossless['compared']} texts as without a drafter{others}"))
+        other = {kind: lossless[kind] for kind in ("tie", "noise", "unexplained") if lossless[kind]}
+        apart = f"; differences: {counts(other)}" if other else ""
+        pairs.append(("lossless", f"{lossless['equal']} of {lossless['compared']} texts as without a drafter{apart}"))
     if found["reference"]:
         pairs += _reference_facts(found["reference"])
     facts(f"{found['target']}: {found['dtype']} on {found['device']}, {shape}", pairs)

@@ -42,12 +42,12 @@ from hscache.kernels.path import describe_path, is_fallback
 from hscache.kernels.provenance import refuse_fallback
 from hscache.kernels.sites import find_sites
 from hscache.manifest import TargetShape, TargetSpec
-from hscache.model.facts import file_digests, read_shape, resolve_path
+from hscache.model.facts import end_token_ids, file_digests, read_shape, resolve_path
 from hscache.model.loading import LoadedTarget, load_target
 
 __all__ = [
-    "LiveTarget", "Prompt", "Rows", "Sampling", "file_facts", "kernel_fallback", "kernel_path", "load_tokenizer",
-    "open_target", "read_prompts", "target_shape",
+    "LiveTarget", "Prompt", "Rows", "Sampling", "end_token_ids", "file_facts", "kernel_fallback", "kernel_path",
+    "load_tokenizer", "open_target", "read_prompts", "target_shape",
 ]  # fmt: skip
 
 _LINEAR_STATES = ("conv_states", "recurrent_states")
@@ -98,9 +98,8 @@ class LiveTarget:
             )
         self.loaded, self.directory, self.taps, self.device = loaded, directory, tuple(taps), loaded.device
         model: Any = loaded.model
-        eos = model.generation_config.eos_token_id
-        self.eos_ids: set[int] = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-        """Tokens that end a text, as ``hscache generate`` takes them."""
+        self.eos_ids = end_token_ids(directory)
+        """Tokens that end a text, but for the tokenizer's."""
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 30))
         self.cache: Any = None
         """transformers' cache of the text so far; None before a prompt."""

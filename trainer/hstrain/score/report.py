@@ -105,42 +105,45 @@ def _score(drafter: Drafter, head: Head, store: Store, numbers: Sequence[int]) -
 
 def print_evaluation(found: dict[str, Any]) -> None:
     """Print what :func:`evaluate` returned as tables."""
-    several = len({row["store"] for row in found["rows"]}) > 1
-    cells, names = [], []
-    for row in found["rows"]:
-        low, high = row["tau_interval"]
-        name = f"{row['checkpoint']} on {row['store']}" if several else row["checkpoint"]
-        trees = [f"{row['ddtree'][str(n)]:.3f}" for n in SIZES]
-        full = "" if row["full_block"] is None else f"{row['full_block']:.1%}"
-        figures = [f"{row['tau']:.3f}", f"{low:.2f} .. {high:.2f}", f"{row['tau_all']:.3f}", f"{row['streak']:.3f}"]
-        names.append(name)
-        cells.append([name, *figures, full, *trees])
-    known = found["held_out"] < 1 and not any(row["trained_on"] for row in found["rows"])
+    rows = found["rows"]
+    several = len({row["store"] for row in rows}) > 1
+    names = [f"{row['checkpoint']} on {row['store']}" if several else row["checkpoint"] for row in rows]
+    known = found["held_out"] < 1 and not any(row["trained_on"] for row in rows)
     what = "held-out samples" if known else "samples"
-    title = f"{found['rows'][0]['samples']} {what}, {found['rows'][0]['anchors']:,} anchors, {found['precision']}"
-    columns = ["drafter", "tau", "95 %", "tau_all", "streak", "full block", *(f"DDTree-{n}" for n in SIZES)]
-    table(title, columns, cells, right=range(1, len(columns)))
-    for name, row in zip(names, found["rows"], strict=True):
+    forms = {"tau": ".3f", "95 %": ">", "tau_all": ".3f", "streak": ".3f", "full block": ".1%"}
+    cells = [
+        [
+            name, row["tau"], "{:.2f} .. {:.2f}".format(*row["tau_interval"]), row["tau_all"], row["streak"],
+            row["full_block"], *(row["ddtree"][str(n)] for n in SIZES),
+        ]
+        for name, row in zip(names, rows, strict=True)
+    ]  # fmt: skip
+    table(
+        f"{rows[0]['samples']} {what}, {rows[0]['anchors']:,} anchors, {found['precision']}",
+        ["drafter", *forms.items(), *((f"DDTree-{n}", ".3f") for n in SIZES)],
+        cells,
+    )
+    for name, row in zip(names, rows, strict=True):
         if row["trained_on"]:
             print(f"{name}: it was trained on {row['trained_on']} of these samples, so its figures are too high")
         elif row["trained_on"] is None:
             print(f"{name}: it is unknown whether it, or a drafter it started from, was trained on these samples")
-    if any(row["less_first"] for row in found["rows"]):
-        columns = ["drafter", "tau", "95 %", "samples", "other walks"]
-        less = [[name, *_less(row["less_first"])] for name, row in zip(names, found["rows"], strict=True)]
-        table("tau less that of the first row, on the same samples", columns, less[1:], right=range(1, 5))
-    slots = max(len(row["acc"]) for row in found["rows"])
-    acc = [[name, *map(_or_nothing, row["acc"])] for name, row in zip(names, found["rows"], strict=True)]
-    table("accuracy by slot", ["drafter", *map(str, range(1, slots + 1))], acc, right=range(1, slots + 1))
-    for kind in ("by_tag", "by_position"):
-        keys = list(dict.fromkeys(key for row in found["rows"] for key in row[kind]))
+    apart = [[name, *_apart(row["less_first"])] for name, row in zip(names, rows, strict=True)]
+    if any(row["less_first"] for row in rows):
+        forms = {"tau": "+.3f", "95 %": ">", "samples": "d", "other walks": "d"}
+        table("tau less that of the first row, on the same samples", ["drafter", *forms.items()], apart[1:])
+
+    def print_by(title: str, keys: Sequence[object], values: list[dict[Any, float]]) -> None:
+        body = [[name, *map(by_key.get, keys)] for name, by_key in zip(names, values, strict=True)]
+        table(title, ["drafter", *((str(key), ".3f") for key in keys)], body)
+
+    slots = range(1, max(len(row["acc"]) for row in rows) + 1)
+    print_by("accuracy by slot", slots, [dict(enumerate(row["acc"], 1)) for row in rows])
+    titles = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}
+    for kind, title in titles.items():
+        keys = list(dict.fromkeys(key for row in rows for key in row[kind]))
         if len(keys) > 1:
-            body = [
-                [name, *(_or_nothing(row[kind].get(key)) for key in keys)]
-                for name, row in zip(names, found["rows"], strict=True)
-            ]
-            title = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}[kind]
-            table(title, ["drafter", *keys], body, right=range(1, len(keys) + 1))
+            print_by(title, keys, [row[kind] for row in rows])
 
 
 @dataclass(frozen=True)
@@ -235,12 +238,7 @@ def _by_position(scores: Sequence[SampleScore]) -> dict[str, float]:
     return {name: float(yields[bins == b].mean()) for b, name in enumerate(names) if (bins == b).any()}
 
 
-def _less(less: dict[str, Any] | None) -> list[str]:
+def _apart(less: dict[str, Any] | None) -> list[object]:
     if less is None:
-        return ["", "", "0", ""]
-    low, high = less["interval"]
-    return [f"{less['tau']:+.3f}", f"{low:+.3f} .. {high:+.3f}", str(less["samples"]), str(less["other_walks"])]
-
-
-def _or_nothing(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+        return [None, None, 0, None]
+    return [less["tau"], "{:+.3f} .. {:+.3f}".format(*less["interval"]), less["samples"], less["other_walks"]]
