@@ -107,7 +107,9 @@ class Encoder:
         if last is None:
             return None
         added = (i for i in range(last, max(last - _MOST_BACK, -1), -1) if tokens.ids[i] in self._added)
-        return next(added, None)
+        first = next(added, None)
+        # a token that the tokenizer put there, such as BOS, has no characters
+        return None if first is None or tokens.encoding.token_to_chars(first) is None else first
 
     def _piece_ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.encode([text], special=False)[0].ids)

@@ -244,7 +244,8 @@ class ChatTemplate:
             raise RowFault("template-refused", f"the template does not write the tool_calls of message {calls[0]}")
         given = {name for message in chat.messages for name in ("tool_calls", "reasoning_content") if message.get(name)}
         given |= {"tools"} if chat.tools else set()
-        self.ignored.update(name for name in given | chat.template_kwargs.keys() if name not in self._sources)
+        names = given | chat.template_kwargs.keys()
+        self.ignored.update(name for name in names if not re.search(rf"\b{re.escape(name)}\b", self._sources))
 
     def hint(self) -> str:
         """Return a remark for a prompt that the row does not go on from, when the template can leave thoughts out."""
