@@ -25,7 +25,30 @@ from hscache.corpus.tokenize import load_tokenizer
 
 _BATCH = 256
 _PEER_ROWS = 4000
-WORDS = "the a of model state draft token and is cache layer 42 return x = def not with for hidden code, block.".split()
+WORDS = [
+    "the",
+    "a",
+    "of",
+    "model",
+    "state",
+    "draft",
+    "token",
+    "and",
+    "is",
+    "cache",
+    "layer",
+    "42",
+    "return",
+    "x",
+    "=",
+    "def",
+    "not",
+    "with",
+    "for",
+    "hidden",
+    "code,",
+    "block.",
+]
 
 
 def write_rows(path: Path, n_bytes: int, seed: int = 0) -> None:
