@@ -39,8 +39,10 @@ def _read_size(value: object) -> object:
     return value
 
 
-Size = Annotated[int, BeforeValidator(_read_size), Field(gt=0)]
-Taps = Annotated[tuple[Annotated[int, Strict(), Field(ge=0)], ...], Strict(False), Field(min_length=1)]
+Count = Annotated[int, Field(gt=0, lt=1 << 31)]
+"""A number that fits wherever torch and NumPy keep sizes and positions."""
+Size = Annotated[int, BeforeValidator(_read_size), Field(gt=0, lt=1 << 63)]
+Taps = Annotated[tuple[Annotated[int, Strict(), Field(ge=0, lt=1 << 31)], ...], Strict(False), Field(min_length=1)]
 
 Codec = Literal["raw", "lz4", "zstd", "int8", "int4"]
 
@@ -54,9 +56,9 @@ class Section(BaseModel):
 class TargetShape(Section):
     """Facts of the target, declared so that a plan needs no checkpoint; they are checked when there is one."""
 
-    num_layers: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    vocab_size: int = Field(gt=0)
+    num_layers: Count
+    hidden_size: Count
+    vocab_size: Count
 
 
 class TargetSpec(Section):
@@ -88,7 +90,7 @@ class StatesSpec(Section):
 class LogitsSpec(Section):
     """What to keep of the target's distribution beside the states."""
 
-    topk: int = Field(default=64, ge=0)
+    topk: int = Field(default=64, ge=0, lt=1 << 31)
     """Log-probabilities kept for each supervised token, with the logsumexp; 0 keeps none."""
 
 
@@ -102,11 +104,11 @@ class CorpusSpec(Section):
 class LimitsSpec(Section):
     """Conditions that a row must meet, and the tokens of one forward pass."""
 
-    max_tokens: int = Field(default=4096, gt=1)
+    max_tokens: Annotated[Count, Field(gt=1)] = 4096
     """Longer rows are rejected as ``too-long``."""
-    min_loss_tokens: int = Field(default=1, gt=0)
+    min_loss_tokens: Count = 1
     """Rows with fewer supervised tokens are rejected as ``too-few-supervised``."""
-    batch_tokens: int = Field(default=8192, gt=0)
+    batch_tokens: Count = 8192
     """Padded tokens of one forward pass; part of the plan, since it decides which samples share a batch."""
 
 
@@ -117,7 +119,7 @@ class StoreSpec(Section):
     """``raw``, ``lz4`` and ``zstd`` keep every bit; ``int8`` and ``int4`` are lossy, with a measured error."""
     shard_bytes: Size = 1 << 30
     """A new shard begins when the next batch would make this one larger."""
-    chunk_tokens: int = Field(default=64, gt=0)
+    chunk_tokens: Count = 64
     """Rows of one Zarr chunk: the unit of checksum and compression."""
 
 
@@ -177,7 +179,7 @@ def load_toml(path: Path, model: type[M], overrides: Sequence[str] = ()) -> M:
         raise ConfigError(
             "manifest-missing", f"{path}: {error.strerror}", hint="the shipped ones are in manifests/"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not TOML, not UTF-8, or a number of more than 4,300 digits
         raise ConfigError("manifest-syntax", f"{path}: not valid TOML: {error}") from error
     return check_fields(raw, model, str(path), overrides)
 
@@ -262,7 +264,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
         raise ConfigError("set-syntax", f"--set {text!r}: expected key.path=value", hint="--set limits.max_tokens=2048")
     try:
         parsed: object = tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # as above
         parsed = value
     node = raw
     for part in parts[:-1]:

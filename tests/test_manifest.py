@@ -103,6 +103,15 @@ def test_missing_section_is_named(write: Any, section: str) -> None:
     assert (error.code, section in error.message) == ("manifest-value", True)
 
 
+WHOLE_NUMBERS = (
+    *(f"target.shape.{name}" for name in ("num_layers", "hidden_size", "vocab_size")),
+    *(f"limits.{name}" for name in ("max_tokens", "min_loss_tokens", "batch_tokens")),
+    "logits.topk",
+    "store.chunk_tokens",
+    "store.shard_bytes",
+)
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [
@@ -136,6 +145,9 @@ def test_missing_section_is_named(write: Any, section: str) -> None:
         ('store.shard_bytes="1 GiB or so"', "store.shard_bytes"),
         ("store.shard_bytes=1.5", "store.shard_bytes"),
         ("store.shard_bytes=true", "store.shard_bytes"),
+        *((f"{key}={'9' * digits}", key) for digits in (27, 5000) for key in WHOLE_NUMBERS),
+        (f"states.taps=[{'9' * 27}]", "states.taps"),
+        ("store.shard_bytes=" + "9" * 400 + "TiB", "store.shard_bytes"),
     ],
 )
 def test_wrong_type_or_range_is_refused_with_the_key_path(write: Any, override: str, key: str) -> None:
@@ -156,12 +168,10 @@ def test_wrong_type_or_range_is_refused_with_the_key_path(write: Any, override: 
         ('"7B"', 7),
         ("4096", 4096),
         ('"2TB"', 2 * 10**12),
-        ('"' + "9" * 400 + 'TiB"', None),
     ],
 )
-def test_sizes_are_read_with_units(write: Any, text: str, n_bytes: int | None) -> None:
-    read = load_manifest(write(MINIMAL), [f"store.shard_bytes={text}"]).store.shard_bytes
-    assert read == n_bytes if n_bytes else read > 1 << 1000
+def test_sizes_are_read_with_units(write: Any, text: str, n_bytes: int) -> None:
+    assert load_manifest(write(MINIMAL), [f"store.shard_bytes={text}"]).store.shard_bytes == n_bytes
 
 
 @pytest.mark.parametrize(
@@ -202,7 +212,7 @@ def test_set_below_a_value_is_refused(write: Any) -> None:
     assert "path is not a section" in error.message
 
 
-@pytest.mark.parametrize("content", ["[target", b"\xff\xfe\x00", "a = 1\na = 2", "x = 1979-99-99"])
+@pytest.mark.parametrize("content", ["[target", b"\xff\xfe\x00", "a = 1\na = 2", "x = 1979-99-99", "x = " + "9" * 5000])
 def test_a_file_that_is_not_toml_is_refused(write: Any, content: str | bytes) -> None:
     assert refusal(write(content)).code == "manifest-syntax"
 
@@ -242,15 +252,15 @@ manifests = st.fixed_dictionaries(
         ),
         "states": st.fixed_dictionaries(
             {
-                "taps": st.just("default") | st.lists(st.integers(0, 1 << 40), min_size=1, max_size=6),
+                "taps": st.just("default") | st.lists(st.integers(0, (1 << 31) - 1), min_size=1, max_size=6),
                 "final_state": st.booleans(),
             }
         ),
         "corpus": st.fixed_dictionaries({"path": text}),
     },
     optional={
-        "logits": st.fixed_dictionaries({"topk": st.integers(0, 1 << 40)}),
-        "limits": st.fixed_dictionaries({"max_tokens": st.integers(2, 1 << 40), "batch_tokens": positive}),
+        "logits": st.fixed_dictionaries({"topk": st.integers(0, (1 << 31) - 1)}),
+        "limits": st.fixed_dictionaries({"max_tokens": st.integers(2, (1 << 31) - 1), "batch_tokens": positive}),
         "store": st.fixed_dictionaries(
             {
                 "codec": st.sampled_from(["raw", "lz4", "zstd", "int8", "int4"]),

@@ -24,7 +24,7 @@ from hscache.build.plan import Plan
 from hscache.console import check_stop, say
 from hscache.errors import ConflictError
 from hscache.manifest import ResolvedManifest
-from hscache.store.durable import fsync_directory, replace_file, write_file
+from hscache.store.durable import fsync_directory, replace_file, say_no_locks, write_file
 from hscache.store.index import committed_shards, read_manifest, table_digest
 from hscache.store.layout import FORMAT_VERSION, StorePaths, canonical_json, json_digest
 from hscache.store.sealed import sealed_bytes
@@ -110,6 +110,7 @@ class ShardClaims:
 
     def __init__(self, manifest: Path) -> None:
         """Args: manifest: The store's ``manifest.json``."""
+        self._root = manifest.parent
         self._file = os.open(manifest, os.O_RDWR | os.O_CLOEXEC)
 
     def take(self, shard: int) -> bool:
@@ -121,7 +122,7 @@ class ShardClaims:
         except BlockingIOError:
             return False
         except OSError:
-            return True  # no locks here, and to wait for them would be for ever
+            say_no_locks(self._root)  # and waiting for a lock would never end
         return True
 
     def shares(

@@ -5,7 +5,6 @@ Completions take hours to generate, so they are kept in a :class:`Journal` until
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections import Counter
@@ -24,7 +23,7 @@ from hscache import console
 from hscache.corpus.readers import CORPUS_SCHEMA
 from hscache.errors import ConflictError, InputError
 from hscache.rows import count_supervised
-from hscache.store.durable import fsync_directory
+from hscache.store.durable import fsync_directory, lock_file
 
 _ROW_GROUP_ROWS = 1024
 
@@ -194,7 +193,7 @@ class Journal:
         self._file = path.open("a+b")
         try:
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(self._file.fileno(), path)
             except BlockingIOError:
                 raise ConflictError("corpus-begun", f"{path}: another process writes it") from None
             self.batches = self._open(dict(settings))

@@ -2,7 +2,8 @@
 
 A rename is atomic within one file system, so work in progress lives in ``STORE/staging/`` beside its destination. Each
 process works in its own directory there and holds a lock on it. The kernel releases the lock when the process ends,
-kill -9 included, so the files of a dead process can be distinguished from those that a live one is writing.
+kill -9 included, so the files of a dead process can be distinguished from those that a live one is writing. On a file
+system without locks nothing can tell the two apart, so such files stay.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
+from hscache.console import say
 from hscache.errors import EnvironmentFault
 
 _LOCK_SUFFIX = ".lock"
 _AGAIN = "run the same command again: it resumes where it stopped"
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -105,6 +109,37 @@ def publish_directory(source: Path, destination: Path) -> bool:
     return True
 
 
+def lock_file(fd: int, root: Path, *, wait: bool = False) -> bool:
+    """Lock an open file until it is closed or the process ends; say so once where the file system has no locks.
+
+    Args:
+        fd: The file.
+        root: Store or run that it protects, for the message.
+        wait: Wait until another process releases it.
+
+    Returns:
+        Whether the file system has locks.
+
+    Raises:
+        BlockingIOError: Another process has locked it.
+        OSError: Any other fault of the disk.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        say_no_locks(root)
+        return False
+    return True
+
+
+@cache
+def say_no_locks(root: Path) -> None:
+    """Say, once for each store or run, that its file system has no locks."""
+    say(f"{root}: its file system has no file locks, so other processes that write there are not noticed")
+
+
 class Staging:
     """This process's directory below ``STORE/staging/``; directories that dead processes left there are removed.
 
@@ -137,12 +172,11 @@ class Staging:
         except FileNotFoundError:
             return  # its owner just left
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock_file(fd, lock_path.parents[1]):
+                _remove(directory)
+                lock_path.unlink(missing_ok=True)
         except BlockingIOError:
             return  # its owner is alive
-        else:
-            _remove(directory)
-            lock_path.unlink(missing_ok=True)
         finally:
             os.close(fd)
 
@@ -161,7 +195,7 @@ def _create_locked(path: Path) -> int:
     """Create a file and lock it; retry if a sweep removed the file between the two."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock_file(fd, path.parents[1], wait=True)
         try:
             if path.stat().st_ino == os.fstat(fd).st_ino:
                 return fd

@@ -181,15 +181,18 @@ def test_a_claim_is_one_builders_and_ends_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES])
 def test_without_locks_a_builder_makes_what_it_needs(
-    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     def none(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(claim.fcntl, "fcntl", none)
+    if number in (errno.ENOLCK, errno.EOPNOTSUPP):
+        monkeypatch.setattr(claim.fcntl, "flock", none)
     store = whole.begun(tmp_path / "store")
     assert build(whole.manifest, store, device="cpu").built == 3
     assert contents(store) == contents(whole.store)
+    assert capsys.readouterr().err.count("its file system has no file locks") == 1
 
 
 def test_conversions_share_shards_too(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

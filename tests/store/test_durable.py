@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -113,6 +115,28 @@ def test_what_has_no_lock_is_swept(tmp_path: Path) -> None:
     with Staging(root):
         assert len(list(root.iterdir())) == 2
     assert not list(root.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_work_goes_on_and_nothing_of_others_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    root = tmp_path / "staging"
+    (root / "theirs").mkdir(parents=True)
+    (root / "theirs.lock").write_bytes(b"")
+    monkeypatch.setattr(durable.fcntl, "flock", refuse)
+    for _ in range(2):
+        with Staging(root) as staging:
+            assert staging.path.is_dir()
+    assert sorted(path.name for path in root.iterdir()) == ["theirs", "theirs.lock"]
+    assert capsys.readouterr().err.count(f"{tmp_path}: its file system has no file locks") == 1
+    refused = OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(durable.fcntl, "flock", lambda *_: (_ for _ in ()).throw(refused))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        Staging(root)
 
 
 def test_a_lock_file_that_a_sweep_took_before_it_was_locked_is_made_again(

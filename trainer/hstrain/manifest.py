@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from hscache.errors import ConfigError
-from hscache.manifest import Section, Taps, check_fields, load_toml
+from hscache.manifest import Count, Section, Taps, check_fields, load_toml
 from hscache.store.head import TargetHead
 from hscache.store.reader import Store
 from hstrain.drafter.losses import Kind, Weights, default_gamma
@@ -24,8 +24,6 @@ from hstrain.drafter.model import DrafterConfig, LayerType
 Number = Annotated[float, Field(allow_inf_nan=False)]
 """A float that may be written as a whole number (strict floats take integers); text such as ``"6e-4"`` is refused."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(gt=0, lt=1 << 31)]
-"""A positive number below 2^31, so that every size and position fits into an int32."""
 
 
 class DrafterSpec(Section):

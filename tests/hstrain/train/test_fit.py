@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -282,6 +283,18 @@ def test_two_sessions_in_one_run_are_refused(
     assert "error[run-in-use]" in capsys.readouterr().err
     assert main(monkeypatch, *fitting) == 0
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_goes_on_where_the_file_system_has_no_locks(
+    little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    run(little, tmp_path / "run")
+    assert RunPaths(tmp_path / "run").steps()
+    assert capsys.readouterr().err.count(f"{tmp_path / 'run'}: its file system has no file locks") == 1
 
 
 def test_another_version_of_ours_goes_on(little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hscache.errors import ConflictError, IntegrityError
-from hscache.store.durable import Staging, disk_errors, replace_file
+from hscache.store.durable import Staging, disk_errors, lock_file, replace_file
 from hscache.store.layout import canonical_json
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ def hold_run(paths: RunPaths) -> Iterator[None]:
     try:
         with disk_errors(paths.root):
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(fd, paths.root)
             except BlockingIOError:
                 raise ConflictError(
                     "run-in-use",
