@@ -111,8 +111,8 @@ class CorpusWriter:
         self._rows.append(
             {
                 "sample_id": sample_id,
-                "input_ids": input_ids,
-                "loss_mask": loss_mask,
+                "input_ids": np.asarray(input_ids, np.int32),  # a tenth of the memory of Python's numbers
+                "loss_mask": np.asarray(loss_mask, np.uint8),
                 "tag": tag,
                 "source": source,
                 "finish_reason": finish_reason,
