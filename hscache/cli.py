@@ -333,6 +333,36 @@ def info(store: StoreArgument, json: Json = False) -> None:
 
 
 @app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Corpus (file, folder or pattern) or store.")],
+    target: Annotated[
+        Path | None, typer.Option("--target", help="Checkpoint directory whose tokenizer writes the text.")
+    ] = None,
+    sample: Annotated[
+        str | None, typer.Option(help="Print the text of this sample, supervised tokens between [[ and ]].")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what a corpus or a store teaches: lengths, boundaries, ends, repeats, duplicates; exit status 1 on findings.
+
+    Example: hscache inspect runs/demo/corpus.parquet --target tools/targets/tiny_hybrid
+    """
+    from hscache.audit.inspect import inspect_path, sample_text
+
+    if sample is not None:
+        print(sample_text(path, sample, target))
+        return
+    found = inspect_path(path, target)
+    if json:
+        emit_json(found)
+    else:
+        from hscache.report import print_inspection
+
+        print_inspection(found, str(path))
+    _exit_if(bool(found["findings"]))
+
+
+@app.command()
 def doctor(
     target: Annotated[
         str | None, typer.Option("--target", help="Checkpoint directory (config.json suffices) or cached hub id.")

@@ -20,6 +20,29 @@ if TYPE_CHECKING:
 _SHOWN_VERSIONS = ("transformers", "torch", "flash-linear-attention", "causal-conv1d")
 
 
+def print_inspection(found: dict[str, Any], what: str) -> None:
+    """Print what :func:`hscache.audit.inspect.inspect` returned."""
+    share = found["supervised"] / found["tokens"]
+    facts(
+        what,
+        [
+            ("samples", f"{found['samples']:,} ({_rejected(found['rejected'])})"),
+            ("tokens", f"{found['tokens']:,}, {found['supervised']:,} supervised ({share:.0%})"),
+            ("lengths", figures(found["lengths"], ",")),
+            ("runs", f"{found['runs']:,}"),
+            ("repeats", f"{found['repeats']:.1%} of the supervised tokens"),
+            ("cut off", f"{found['cut']:,} answers" if found["cut"] else None),
+            ("duplicates", f"{found['duplicates']:,}" if found["duplicates"] else None),
+            ("tags", counts(found["tags"]) or None),
+        ],
+    )
+    for name, title in (("before", "before a run"), ("after", "its first tokens"), ("last", "its last token")):
+        table(title, ["text", ("runs", ",d")], [(repr(text), n) for text, n in found[name].items()])
+    for finding in found["findings"]:
+        print(f"{finding['code']}: {finding['detail']}")
+    print(f"{what}: " + (f"{len(found['findings'])} findings" if found["findings"] else "nothing stands out"))
+
+
 def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> None:
     """Print a plan's JSON form as a table."""
     rows = [(a["name"], a["bytes_per_row"], a["rows"], a["bytes"], size(a["file_bytes"])) for a in plan["arrays"]]
