@@ -27,7 +27,7 @@ from hscache.store.reader import Store
 FINDINGS: dict[str, str] = {
     "boundary": "runs begin after other tokens than most",
     "begins-special": "runs begin with a special token, such as the one before a role",
-    "unended": "runs end without an end token, though the answer was not cut off",
+    "unended": "runs end without an end token, and no finish_reason says that the answer was cut off",
     "cut": "answers were cut off at a limit of length",
     "repeats": "supervised tokens end a sequence of four that their sample had before",
     "duplicates": "samples have the ids and mask of an earlier one",

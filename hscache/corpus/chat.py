@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeGuard
 
+from hscache.console import say
 from hscache.errors import InputError
 
 Message = dict[str, Any]
@@ -48,7 +49,7 @@ class Conversation:
         answers: Numbers of the assistant messages that are supervised, ascending.
         tools: Definitions of the tools, or None.
         template_kwargs: Further variables of the template, such as ``enable_thinking``.
-        cut: Whether the last answer was cut off, so that the target wrote no end token.
+        finish_reason: Why the last answer ended; None where that is unknown, and for earlier answers.
         unprompted: Assistant messages before the first user message; nothing that a server would generate.
     """
 
@@ -56,13 +57,18 @@ class Conversation:
     answers: list[int]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    cut: bool = False
+    finish_reason: str | None = None
     unprompted: int = 0
+
+    @property
+    def cut(self) -> bool:
+        """Whether the last message is a supervised answer that was cut off: the target wrote no end token."""
+        return is_cut(self.finish_reason) and self.answers[-1:] == [len(self.messages) - 1]
 
     def until(self, stop: int) -> Conversation:
         """Return the conversation up to and including an answer, which alone is supervised."""
-        last = stop == len(self.messages) - 1
-        return Conversation(self.messages[: stop + 1], [stop], self.tools, self.template_kwargs, self.cut and last)
+        ended = self.finish_reason if stop == len(self.messages) - 1 else None
+        return Conversation(self.messages[: stop + 1], [stop], self.tools, self.template_kwargs, ended)
 
 
 def conversation(
@@ -92,9 +98,9 @@ def conversation(
         turns, first = [{"role": "system", "content": value["system"]}, *turns], first + bool(first)
     prompted = next((i for i, turn in enumerate(turns) if turn["role"] in ("user", "tool")), len(turns))
     answers = [i for i, t in enumerate(turns) if t["role"] == "assistant" and i >= first and t.pop("weight", 1) != 0]
-    cut = is_cut(finish_reason) and bool(turns) and turns[-1]["role"] == "assistant"
     kept = [i for i in answers if i > prompted]
-    return Conversation(turns, kept, tools, {**template_kwargs, **(own or {})}, cut, len(answers) - len(kept))
+    ended = None if finish_reason is None else str(finish_reason)
+    return Conversation(turns, kept, tools, {**template_kwargs, **(own or {})}, ended, len(answers) - len(kept))
 
 
 def is_cut(finish_reason: object) -> bool:
@@ -247,6 +253,11 @@ class ChatTemplate:
         names = given | chat.template_kwargs.keys()
         self.ignored.update(name for name in names if not re.search(rf"\b{re.escape(name)}\b", self._sources))
 
+    def say_ignored(self) -> None:
+        """Report what :meth:`check` noted."""
+        for name, n in sorted(self.ignored.items()):
+            say(f"the chat template does not use {name}: it is not in the ids (rows that have it: {n})")
+
     def hint(self) -> str:
         """Return a remark for a prompt that the row does not go on from, when the template can leave thoughts out."""
         if "enable_thinking" not in self._sources:
@@ -258,9 +269,9 @@ class ChatTemplate:
 
         require_template(self._tokenizer)
         try:
-            return self._tokenizer.apply_chat_template(
-                chat.messages[:stop], tools=chat.tools, **{**chat.template_kwargs, **options}
-            )
+            # a variable of the template may not replace the template itself
+            fixed = {"tools": chat.tools, "chat_template": None, **options}
+            return self._tokenizer.apply_chat_template(chat.messages[:stop], **{**chat.template_kwargs, **fixed})
         except jinja2.TemplateSyntaxError as error:
             what = f"the chat template is not valid Jinja: line {error.lineno}: {error.message}"
             raise InputError("template-invalid", what, hint="--chat-template FILE replaces it in tokenize") from error

@@ -17,12 +17,12 @@ from hscache.corpus.chat import Conversation, RowFault, conversation, is_cut, is
 
 Format = Literal["messages", "prompt+completion", "sharegpt", "alpaca", "openai-batch", "text", "tokens"]
 FORMATS: dict[Format, str] = {
-    "messages": "messages: OpenAI chats; tools and chat_template_kwargs beside them",
-    "prompt+completion": "prompt and completion: texts as they are, or lists of messages",
-    "sharegpt": "conversations: {from, value} or {role, content}",
-    "alpaca": "instruction, input, output; system and history beside them",
-    "openai-batch": "body.messages and response.body.choices of OpenAI's batch files, joined",
-    "text": "text: a template was applied; --assistant-markers tell where answers begin and end",
+    "messages": "messages, with tools and chat_template_kwargs",
+    "prompt+completion": "prompt and completion, texts or lists of messages",
+    "sharegpt": "conversations of {from, value} or {role, content}",
+    "alpaca": "instruction, input and output, with system and history",
+    "openai-batch": "body.messages and response.body.choices",
+    "text": "text to which a template was applied",
     "tokens": "input_ids with loss_mask, labels, completion_mask or assistant_masks",
 }
 """Format -> its columns."""
@@ -35,14 +35,19 @@ class Texts:
     Attributes:
         text: The whole row, tokenized as it is.
         runs: Begin and end of each supervised range, in characters.
-        cut: Whether the target wrote no end token after the last range.
+        finish_reason: Why the last range ended; None where that is unknown.
         closed: Whether the text ends where it should: no end token is added.
     """
 
     text: str
     runs: list[tuple[int, int]]
-    cut: bool = False
+    finish_reason: str | None = None
     closed: bool = False
+
+    @property
+    def cut(self) -> bool:
+        """Whether the target wrote no end token after the last range."""
+        return is_cut(self.finish_reason)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,17 @@ class Tokens:
     """A row that is tokenized already; its columns are read as those of a corpus."""
 
     value: Mapping[str, Any] = field(repr=False)
-    cut: bool = False
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ended."""
+        ended = self.value.get("finish_reason")
+        return None if ended is None else str(ended)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer was cut off."""
+        return is_cut(self.finish_reason)
 
 
 Source = Conversation | Texts | Tokens
@@ -110,7 +125,7 @@ def read_row(
             if not completion:
                 raise RowFault("empty-completion", "the completion is empty")
             whole = prompt + completion
-            return Texts(whole, [(len(prompt), len(whole))], is_cut(ended))
+            return Texts(whole, [(len(prompt), len(whole))], None if ended is None else str(ended))
         if is_messages(prompt) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
         if is_messages(prompt) and is_messages(completion):

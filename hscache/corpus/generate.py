@@ -339,6 +339,7 @@ def read_prompts(
                 continue
             tag = None if row.value.get("tag") is None else str(row.value["tag"])
             yield Prompt(file.name, row.number, row_id(row.value, names[file], row.number), ids, tag)
+    encode.template.say_ignored()
 
 
 class PromptEncoder:

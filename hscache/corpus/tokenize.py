@@ -91,7 +91,6 @@ class _Draft:
         answers: Begin and end of each answer in it, in characters: after the generation prompt, and where the message
             ends.
         tag: The row's tag.
-        ended: The row's ``finish_reason``.
         part: Number of the sample among those of its row.
         fault: Why there is no sample.
     """
@@ -102,7 +101,6 @@ class _Draft:
     text: str = ""
     answers: Sequence[tuple[int, int]] = ()
     tag: str | None = None
-    ended: str | None = None
     part: int = 0
     fault: RowFault | None = None
 
@@ -167,8 +165,7 @@ class _SampleMaker:
 
     def say_notes(self, report: CorpusReport) -> None:
         """Report what was done to rows beyond their masks."""
-        for name, n in sorted(self._template.ignored.items()):
-            say(f"the chat template does not use {name}, which {n} rows have: it is not in their ids")
+        self._template.say_ignored()
         notes = report.notes
         if n := notes["parts"]:
             say(f"{n} more samples than rows: where the template leaves out parts of earlier turns, each answer is one")
@@ -189,10 +186,11 @@ class _SampleMaker:
                 kind = self._options.format or detect(value)
                 if (path, kind) not in self._seen:
                     self._seen.add((path, kind))
-                    say(f"{path}: {FORMATS[kind]}")
+                    say(f"{path}: read as {kind} ({FORMATS[kind]})")
                 source = read_row(value, kind, self._kwargs, self._options.markers)
-                whole = _Draft(row, sample_id, source, tag=tag, ended=_text(value.get("finish_reason")))
-                yield from self._laid_out(whole)
+                if source.cut and self._options.drop_cut:
+                    raise RowFault("cut-answer", "the answer was cut off at a limit of length")
+                yield from self._laid_out(_Draft(row, sample_id, source, tag=tag))
             except RowFault as error:
                 yield _Draft(row, sample_id, fault=error)
 
@@ -202,14 +200,12 @@ class _SampleMaker:
         if isinstance(source, Tokens):
             yield draft
         elif isinstance(source, Texts):
-            self._refuse_cut(source.cut)
             yield replace(draft, text=source.text, answers=source.runs)
         else:
             assert source is not None
             yield from self._chat_drafts(draft, source)
 
     def _chat_drafts(self, draft: _Draft, chat: Conversation) -> Iterator[_Draft]:
-        self._refuse_cut(chat.cut)
         if not chat.answers:
             why = "no assistant message" if not chat.unprompted else "no answer to a prompt"
             raise RowFault("nothing-supervised", f"the row has {why}")
@@ -261,10 +257,6 @@ class _SampleMaker:
             return len(until)
         return next((i for i, (a, b) in enumerate(zip(text, until, strict=False)) if a != b), len(text))
 
-    def _refuse_cut(self, cut: bool) -> None:
-        if cut and self._options.drop_cut:
-            raise RowFault("cut-answer", "the answer was cut off at a limit of length")
-
     def _encode(self, drafts: Iterable[_Draft]) -> list[tuple[_Draft, TextTokens | None]]:
         drafts = list(drafts)
         made: dict[int, TextTokens] = {}
@@ -295,7 +287,8 @@ class _SampleMaker:
                 row = draft.row
                 writer.reject(str(path), row.number, error.reason, error.detail, line=row.line, new_row=not draft.part)
             return
-        columns = {"tag": draft.tag, "source": path.name, "finish_reason": draft.ended}
+        assert draft.source is not None
+        columns = {"tag": draft.tag, "source": path.name, "finish_reason": draft.source.finish_reason}
         writer.add(draft.sample_id, ids, mask, **columns, new_row=not draft.part)
 
     def _splits(self, draft: _Draft) -> bool:

@@ -242,8 +242,7 @@ class Store:
             InputError: ``sample-unknown``.
             IntegrityError: ``store-damaged``.
         """
-        i, stop = self._resolve(i, 0, None)
-        return self._read(i, "loss_mask", self._token_rows(i, 0, stop))
+        return self._whole(i, "loss_mask")
 
     def input_ids(self, i: int) -> NDArray[np.int32]:
         """Return the token ids of a sample, int32 [n], without reading its states.
@@ -252,8 +251,11 @@ class Store:
             InputError: ``sample-unknown``.
             IntegrityError: ``store-damaged``.
         """
+        return self._whole(i, "input_ids")
+
+    def _whole(self, i: int, name: str) -> NDArray[Any]:
         i, stop = self._resolve(i, 0, None)
-        return self._read(i, "input_ids", self._token_rows(i, 0, stop))
+        return self._read(i, name, self._token_rows(i, 0, stop))
 
     def check_digest(self, i: int) -> None:
         """Compare all bytes of a sample with the digest taken when it was captured.

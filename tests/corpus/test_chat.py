@@ -164,7 +164,7 @@ def test_what_the_template_does_not_use_is_reported(
     samples_of(tmp_path, tokenizers["chatml"], [{**row, "id": i} for i, row in enumerate(rows)])
     err = capsys.readouterr().err
     for name in ("tools", "reasoning_content", "verbosity"):
-        assert f"the chat template does not use {name}, which 2 rows have" in err
+        assert f"the chat template does not use {name}: it is not in the ids (rows that have it: 2)" in err
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,25 @@ def test_what_the_template_does_not_use_is_reported(
 def test_a_cut_answer_has_no_end_token(tmp_path: Path, tokenizers: dict[str, Path], row: dict[str, Any]) -> None:
     (sample,) = samples_of(tmp_path, tokenizers["chatml"], [row])
     assert drawn(tokenizers["chatml"], sample) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦ok⟧"
+    assert sample.finish_reason in ("length", "max_tokens")
+
+
+def test_only_the_last_answer_is_cut(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    row = {"messages": TURNS, "finish_reason": "length"}
+    first, last = samples_of(tmp_path, tokenizers["chatml"], [row], turns="each")
+    assert drawn(tokenizers["chatml"], first).endswith("⟦ok<|im_end|>⟧\n")
+    assert drawn(tokenizers["chatml"], last).endswith("⟦no⟧")
+    assert (first.finish_reason, last.finish_reason) == (None, "length")
+    silent = {"messages": [*TURNS[:3], {**TURNS[3], "weight": 0}], "finish_reason": "length"}
+    (sample,) = samples_of(tmp_path, tokenizers["chatml"], [silent])
+    text = TWO_TURNS["chatml"]
+    assert drawn(tokenizers["chatml"], sample) == text[:-20] + text[-20:].replace("⟦", "").replace("⟧", "")
+
+
+def test_a_row_cannot_bring_another_template(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    row = {"messages": [USER, OK], "chat_template_kwargs": {"chat_template": "{{ 'x' }}"}}
+    (sample,) = samples_of(tmp_path, tokenizers["chatml"], [row])
+    assert drawn(tokenizers["chatml"], sample) == ONE_TURN["chatml"]
 
 
 def test_cut_texts_get_no_end_token_and_keep_their_reason(tmp_path: Path, tokenizers: dict[str, Path]) -> None:

@@ -400,3 +400,11 @@ def test_a_full_disk_says_how_to_go_on(
             run(prompts, stopped, SAMPLED)
     assert (caught.value.code, "again" in str(caught.value.hint)) == ("disk-full", True)
     assert run(prompts, stopped, SAMPLED) == run(prompts, tmp_path / "whole.parquet", SAMPLED)
+
+
+def test_what_the_template_does_not_use_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "x = ", "tools": [{"function": {"name": "f"}}]}])
+    run(prompts, tmp_path / "b.parquet", Sampling(2), raw=False)
+    assert (
+        "the chat template does not use tools: it is not in the ids (rows that have it: 1)" in capsys.readouterr().err
+    )

@@ -215,6 +215,7 @@ FAULTS: dict[str, list[Any]] = {
     "cut-answer": [
         {"prompt": "hello ", "completion": "foo", "finish_reason": "length"},
         {"messages": CHAT, "finish_reason": "length"},
+        {"input_ids": [5, 6], "loss_mask": [0, 1], "finish_reason": "length"},
     ],
     "ids-out-of-vocab": [{"prompt": "hello ", "completion": "bar"}, {"input_ids": [5, 99], "loss_mask": [0, 1]}],
     "length-mismatch": [{"input_ids": [5, 6], "loss_mask": [0]}],
