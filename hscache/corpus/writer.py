@@ -54,7 +54,7 @@ class CorpusReport:
 
     def note(self, **counts: int) -> None:
         """Count what was done to a row."""
-        self.notes.update({name: n for name, n in counts.items() if n})
+        self.notes.update({name: int(n) for name, n in counts.items() if n})
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON."""

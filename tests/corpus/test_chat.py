@@ -203,11 +203,14 @@ def test_a_row_cannot_bring_another_template(tmp_path: Path, tokenizers: dict[st
     assert drawn(tokenizers["chatml"], sample) == ONE_TURN["chatml"]
 
 
-def test_cut_texts_get_no_end_token_and_keep_their_reason(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+def test_cut_texts_get_no_end_token_and_keep_their_reason(
+    tmp_path: Path, tokenizers: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"prompt": "x", "completion": "y", "finish_reason": reason} for reason in ("length", "stop")]
     cut, ended = samples_of(tmp_path, tokenizers["chatml"], rows)
     assert [drawn(tokenizers["chatml"], one) for one in (cut, ended)] == ["x⟦y⟧", "x⟦y<|im_end|>⟧"]
     assert (cut.finish_reason, ended.finish_reason) == ("length", "stop")
+    assert "\n1 answers were cut off" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prompt", ["x", "<s>x"])
