@@ -1,8 +1,8 @@
-"""Why a kernel package cannot be used, and which combinations of versions compute wrong states.
+"""Why a kernel package cannot be used, and which versions compute wrong states.
 
-transformers catches whatever a kernel package raises at import and says "not installed"; the probes here import the
-same names and keep the true error. The guards know the combinations that run without an error and are wrong, or that
-ignore an installed package. Everything is measured; the versions are in the messages.
+transformers catches whatever a kernel package raises when it is imported, and says "not installed". The probes here
+import the same names and keep the true error. The guard knows the combination of versions that was measured to compute
+wrong states without any error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,30 +42,22 @@ class PackageProbe:
     package: str
     distribution: str
     version: str | None
-    """Of the distribution; None when no metadata says it is installed."""
+    """The distribution's version; None when it is not installed."""
     ok: bool
     error: str | None
     """``Type: message`` of the import, in full; None when it works."""
     mend: str | None
     """The command that fixes it; None when there is nothing to fix."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class GuardFinding:
-    """A combination of versions that must not compute states, or that does less than it seems."""
+    """A combination of versions that must not compute states."""
 
     code: str
     message: str
     mend: str
     refuse: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return asdict(self)
 
 
 def probe_package(package: str, ops: Sequence[str] | None = None) -> PackageProbe:
@@ -87,7 +79,7 @@ def probe_package(package: str, ops: Sequence[str] | None = None) -> PackageProb
 
 
 def mend_command(package: str, version: str | None) -> str:
-    """Return the command that makes ``package`` importable: install it, or build it anew when it is broken."""
+    """Return the command that makes ``package`` importable: installs it, or reinstalls it when it is broken."""
     if version is not None:
         return f"pip install --upgrade --force-reinstall --no-deps --no-cache-dir {PACKAGES[package]}"
     return "pip install mamba-ssm --no-build-isolation" if package == "mamba_ssm" else "pip install 'hscache[gpu]'"
@@ -120,26 +112,23 @@ def guard_findings(sites: Sequence[Site], plans: Mapping[tuple[str, str], Functi
         plans: What would run, by (layer, op).
     """
     versions = installed_versions()
-    grouped = [
-        site
-        for site in sites
-        if site.wiring == "closure" and _grouped(site)
-        if classify(plans[site.layer, site.op])[0] == "fla"
-    ]
-    if not grouped or not fla_breaks_grouped_heads(versions):
+    if not fla_breaks_grouped_heads(versions):
         return []
-    site = grouped[0]
-    heads = f"{site.module.num_v_heads} value heads over {site.module.num_k_heads} key heads"
-    fla, transformers = versions.get("flash-linear-attention") or versions.get("fla-core"), versions["transformers"]
-    return [
-        GuardFinding(
-            "fla-grouped-heads",
-            f"flash-linear-attention {fla} with transformers {transformers} computes wrong states for grouped value "
-            f"heads ({site.layer}: {heads}), without an error",
-            f"pip install --upgrade 'flash-linear-attention>={_FIXED_FLA}'",
-            refuse=True,
-        )
-    ]
+    for site in sites:
+        values, keys = (getattr(site.module, name, 0) for name in ("num_v_heads", "num_k_heads"))
+        if site.wiring == "closure" and 0 < keys < values and classify(plans[site.layer, site.op])[0] == "fla":
+            fla = versions["flash-linear-attention"] or versions["fla-core"]
+            return [
+                GuardFinding(
+                    "fla-grouped-heads",
+                    f"flash-linear-attention {fla} with transformers {versions['transformers']} computes wrong states "
+                    f"for grouped value heads ({site.layer}: {values} value heads over {keys} key heads), without an "
+                    "error",
+                    f"pip install --upgrade 'flash-linear-attention>={_FIXED_FLA}'",
+                    refuse=True,
+                )
+            ]
+    return []
 
 
 def fla_breaks_grouped_heads(versions: Mapping[str, str | None]) -> bool:
@@ -153,10 +142,10 @@ def fla_breaks_grouped_heads(versions: Mapping[str, str | None]) -> bool:
 
 
 def fla_backends() -> list[str]:
-    """Return fla's run-time backends that ran in this process, as ``operation:function:backend``.
+    """Return the run-time backends of fla that ran in this process, as ``operation:function:backend``.
 
-    fla >= 0.6 may replace its Triton kernels at each call (FlashQLA, TileLang, Gluon). Its registries keep the names
-    of what they used, and of what they tried and rejected; only the former are returned.
+    fla >= 0.6 may replace its Triton kernels at each call (FlashQLA, TileLang, Gluon). Its registries name the backends
+    that were used, and those that were tried and rejected; only the former are returned.
     """
     module = sys.modules.get("fla.backends")
     used: set[str] = set()
@@ -178,7 +167,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a shard's provenance says of the machine and process, as plain JSON values."""
+    """Return the facts about machine and process for a shard's provenance, as plain JSON values."""
     cuda = torch.cuda.is_available()
     return {
         "versions": installed_versions(),
@@ -205,11 +194,6 @@ def _import_error(op: str) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a package's complaints about the machine are not this command's output
             getattr(importlib.import_module(facts.module), op)
-    except Exception as error:  # a foreign import can raise anything; its message is reported
+    except Exception as error:  # the import of a foreign package can raise anything
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _grouped(site: Site) -> bool:
-    value, key = getattr(site.module, "num_v_heads", None), getattr(site.module, "num_k_heads", None)
-    return isinstance(value, int) and isinstance(key, int) and value > key

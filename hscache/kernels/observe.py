@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ Plans = dict[tuple[str, str], Function]
 Route = Callable[[Site, tuple[Any, ...], dict[str, Any]], Any]
 """Called in place of an op, with its site, positional and keyword arguments; returns the op's output."""
 
-_CHOICES = ("auto", "torch", "fla", "bound")
+_CHOICES = get_args(Choice)
 _exclusive = threading.Lock()
 
 

@@ -1,7 +1,7 @@
-"""Check whether kernel records form one complete path, and identify that path.
+"""Check that kernel records form one complete path, and identify that path by a digest.
 
-A path is the implementation of every prefill op of every layer. A store must hold states of one path, so a build
-refuses findings of :func:`check_calls`, and a resumed build compares :func:`kernel_path_id`.
+A kernel path is the implementation of every prefill op of every layer. All states of a store must come from one path:
+a build stops at any finding of :func:`check_calls`, and a resumed build compares :func:`kernel_path_id`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from hscache.kernels.guards import installed_versions
 from hscache.kernels.sites import KernelRecord
@@ -30,21 +30,16 @@ _PATH_PACKAGES = {
 
 @dataclass(frozen=True)
 class KernelFinding:
-    """Something about a kernel path that a build must not pass over."""
+    """A fault of a kernel path that stops a build."""
 
     code: str
     message: str
     layer: str | None = None
-    op: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
 class KernelPath:
-    """One line about a model's kernels: which kind of path, and the implementations of each prefill op."""
+    """The kind of a model's path and the implementations of each prefill op; ``str()`` gives one line."""
 
     kind: PathKind
     by_op: dict[str, tuple[str, ...]]
@@ -55,11 +50,16 @@ class KernelPath:
 
 
 def check_calls(records: Sequence[KernelRecord]) -> list[KernelFinding]:
-    """Return what is wrong with the records of a finished capture: an empty list when nothing is.
+    """Return what is wrong with the records of a finished capture; an empty list when nothing is.
 
-    Codes: ``kernel-unknown`` (a layer whose implementation is unknown), ``layer-not-run``, ``op-not-run`` (the op
-    ran in other layers of the same kind), ``two-implementations`` (in one layer), ``layers-disagree``,
-    ``outside-layer`` (a call that no layer made).
+    The codes:
+
+    - ``kernel-unknown``: what implements an op is not known.
+    - ``layer-not-run``: no op of a layer ran.
+    - ``op-not-run``: an op did not run in one layer, but ran in others of the same kind.
+    - ``two-implementations``: an op ran in two implementations in one layer.
+    - ``layers-disagree``: an op ran in different implementations in different layers.
+    - ``outside-layer``: an op was called while no known layer was running.
     """
     findings = []
     by_layer: dict[str, list[KernelRecord]] = defaultdict(list)
@@ -71,17 +71,21 @@ def check_calls(records: Sequence[KernelRecord]) -> list[KernelFinding]:
     for name, layer in by_layer.items():
         ran = {record.op for record in layer if record.calls}
         if name == "?":
-            findings += [KernelFinding("outside-layer", f"{op} was called outside any known layer", op=op)
-                         for op in sorted(ran)]  # fmt: skip
+            findings += [
+                KernelFinding("outside-layer", f"{op} was called outside any known layer") for op in sorted(ran)
+            ]
         elif not ran:
             findings.append(KernelFinding("layer-not-run", f"{name}: no optional op ran in this layer", name))
         else:
-            findings += [KernelFinding("op-not-run", f"{name}: {op} did not run, as it did in other layers", name, op)
-                         for op in sorted(kinds[_ops(layer)] - ran)]  # fmt: skip
-        for record in layer:
-            if record.implementation == "unknown":
-                message = f"{name}: what implements {record.op} is not known ({record.source})"
-                findings.append(KernelFinding("kernel-unknown", message, name, record.op))
+            findings += [
+                KernelFinding("op-not-run", f"{name}: {op} did not run, but it ran in other layers", name)
+                for op in sorted(kinds[_ops(layer)] - ran)
+            ]
+        findings += [
+            KernelFinding("kernel-unknown", f"{name}: what implements {r.op} is not known ({r.source})", name)
+            for r in layer
+            if r.implementation == "unknown"
+        ]
         findings += _differing("two-implementations", layer, name)
     if not any(finding.code == "two-implementations" for finding in findings):
         findings += _differing("layers-disagree", records, None)
@@ -108,7 +112,7 @@ def describe_path(records: Sequence[KernelRecord]) -> KernelPath:
 
 
 def is_fallback(records: Sequence[KernelRecord], device: str) -> bool:
-    """Return whether torch or unknown implementations run on a GPU in place of kernels that exist.
+    """Return whether a torch reference or an unknown implementation runs on a GPU although a kernel exists.
 
     Args:
         records: Planned or observed records.
@@ -126,11 +130,12 @@ def kernel_path_id(
 ) -> str:
     """Return a digest (16 hex digits) that two machines share exactly when they compute by the same path.
 
-    It covers the kind of device; for each prefill op of each layer: layer, op, implementation and source hash; fla's
-    run-time backends; and the versions of transformers, torch and the packages that these use. Not call counts,
-    wiring, decode or training ops, unused packages, or the local part of a version (``+cu130``), so that a plan and
-    its capture, and a machine with and one without an unused package, agree. A dense model's digest is that of the
+    It covers the type of device, the implementation and source hash of each prefill op of each layer, fla's run-time
+    backends, and the versions of transformers, torch and the kernel packages that run. For a dense model that is the
     device, transformers and torch alone.
+
+    It does not cover call counts, so that a plan and its capture agree; nor wiring, decode and training ops, packages
+    that do not run, or the local part of a version (``+cu130``), none of which changes the states.
 
     Args:
         records: Planned or observed records.
@@ -159,13 +164,14 @@ def _ops(layer: Sequence[KernelRecord]) -> tuple[str, ...]:
 
 
 def _differing(code: str, records: Sequence[KernelRecord], layer: str | None) -> list[KernelFinding]:
+    """Return a finding for each op that ran in more than one implementation."""
     by_op: dict[str, set[str]] = defaultdict(set)
     for record in records:
         if record.calls and record.wiring == "closure":
             by_op[record.op].add(f"{record.implementation} {record.source}")
     where = f"{layer}: " if layer else ""
     return [
-        KernelFinding(code, f"{where}{op} ran as {' and as '.join(sorted(names))}", layer, op)
+        KernelFinding(code, f"{where}{op} ran as {' and as '.join(sorted(names))}", layer)
         for op, names in sorted(by_op.items())
         if len(names) > 1
     ]

@@ -1,7 +1,8 @@
-"""Record what a shard was computed with: observed on the machine, as plain JSON, in every shard's record.
+"""What a shard was computed with, as plain JSON for the shard's record.
 
-Two parts. ``context`` does not change while a build runs: versions, hardware, switches, the load report, who asked.
-``kernels`` is observed anew for each shard: which implementation each optional op of each layer ran, and how often.
+It has two parts. ``context`` stays the same while a build runs: versions, hardware, switches, the load report, the
+command line. ``kernels`` is observed anew for each shard: which implementation each optional op of each layer ran, and
+how often.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _STORE_PACKAGES = ("zarr", "numcodecs", "numpy", "tokenizers")
 
 
 def context(device: torch.device, load_report: dict[str, Any]) -> dict[str, Any]:
-    """Return what decides the numbers of a capture beside its kernels, and who asked for it.
+    """Return what decides the numbers of a capture, apart from its kernels, and the command that asked for it.
 
     Args:
         device: Where the target runs.
@@ -56,7 +57,7 @@ def kernels(records: Sequence[KernelRecord], device: torch.device) -> dict[str, 
     backends = fla_backends()
     return {
         "path_id": kernel_path_id(records, device=device.type, backends=backends),
-        # fla picks its backends at run time: what can be compared before anything ran leaves them out
+        # fla picks its backends at run time: before anything ran, only a digest without them can be compared
         "planned_id": kernel_path_id(records, device=device.type),
         "path": str(describe_path(records)),
         "device_type": device.type,
@@ -85,7 +86,7 @@ def refuse_fallback(records: Sequence[KernelRecord], device: torch.device, targe
 
 
 def require_one_path(records: Sequence[KernelRecord], where: str) -> None:
-    """Refuse records of a capture that are not one whole path.
+    """Refuse records of a capture that do not form one complete path.
 
     Args:
         records: Observed.
@@ -105,32 +106,29 @@ def require_one_path(records: Sequence[KernelRecord], where: str) -> None:
 
 
 def path_differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Return in words how two kernel paths differ, for an error.
+    """Return how two kernel paths differ, in words for an error.
 
     Args:
         there: ``provenance`` of a committed shard.
         here: The same for this process.
     """
-    lines = []
-    if there["kernels"]["device_type"] != here["kernels"]["device_type"]:
-        lines.append(f"device: {there['kernels']['device_type']} there, {here['kernels']['device_type']} here")
-    for name, version in there["versions"].items():
-        if name not in _STORE_PACKAGES and version != here["versions"].get(name):
-            lines.append(f"{name}: {version} there, {here['versions'].get(name)} here")
+    old_path, new_path = there["kernels"], here["kernels"]
+    facts = [(key.replace("_", " "), old_path[key], new_path[key]) for key in ("device_type", "fla_backends")]
+    versions = [item for item in there["versions"].items() if item[0] not in _STORE_PACKAGES]
+    facts += [(name, version, here["versions"].get(name)) for name, version in versions]
+    lines = [f"{what}: {before} there, {after} here" for what, before, after in facts if before != after]
     old, new = (
         {(r["layer"], r["op"]): f"{r['implementation']} {r['source']} {r['source_hash']}" for r in made["records"]}
-        for made in (there["kernels"], here["kernels"])
+        for made in (old_path, new_path)
     )
     changed: dict[tuple[str, str | None, str | None], list[str]] = defaultdict(list)
     for layer, op in [*old, *(new.keys() - old.keys())]:  # in the order of layers
-        # what a layer runs while it decodes does not show in a store
+        # decode ops do not influence what a store holds
         if old.get((layer, op)) != new.get((layer, op)) and (op not in OPS or OPS[op].phase == "prefill"):
             changed[op, old.get((layer, op)), new.get((layer, op))].append(layer)
     for (op, before, after), layers in changed.items():
         more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
         lines.append(f"{op} of {layers[0]}{more}: {before} there, {after} here")
-    if there["kernels"]["fla_backends"] != here["kernels"]["fla_backends"]:
-        lines.append(f"fla backends: {there['kernels']['fla_backends']} there, {here['kernels']['fla_backends']} here")
     return lines
 
 
