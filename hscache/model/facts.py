@@ -180,11 +180,10 @@ def file_digests(directory: Path, *, fast: bool) -> dict[str, dict[str, str]]:
             f"{directory}: no *.safetensors weights",
             hint="convert the checkpoint with save_pretrained",
         )
-    tokenizer = [directory / name for name in _TOKENIZER_FILES if (directory / name).exists()]
     return {
         "weights": {path.name: _fast(path) if fast else _sha256(path) for path in weights},
         "config": {"config.json": _sha256(directory / "config.json")},
-        "tokenizer": {path.name: _sha256(path) for path in tokenizer},
+        "tokenizer": {path.name: _sha256(path) for path in tokenizer_files(directory)},
     }
 
 

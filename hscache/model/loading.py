@@ -193,7 +193,7 @@ def _refuse_bad_keys(directory: Path, info: dict[str, Any], config: Any) -> None
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             faults.append(f"weights {what}: {', '.join(names[:3])}{more}")
-    if info.get("error_msgs"):
+    if info["error_msgs"]:
         faults.append(str(info["error_msgs"][0]))
     if not faults:
         return
@@ -328,9 +328,7 @@ def _reference_choice(model: nn.Module) -> Force:
 @torch.inference_mode()
 def _norm_kind(norm: nn.Module, device: torch.device) -> str:
     """Tell by a probe whether the norm scales by w or by 1 + w."""
-    weight = getattr(norm, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        return "other"
+    weight: Any = norm.weight
     # a mean other than zero, else a LayerNorm would pass for an RMSNorm
     x = torch.linspace(-1, 2, weight.numel(), device=device, dtype=torch.float32)[None]
     unit = x * torch.rsqrt(x.square().mean() + 1e-6)
