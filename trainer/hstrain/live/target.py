@@ -357,7 +357,7 @@ def _mixers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def _is_linear(layer: Any) -> bool:
-    return hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states")
+    return hasattr(layer, "recurrent_states")
 
 
 def _is_sliding(layer: Any) -> bool:
@@ -371,13 +371,10 @@ def _is_plain(layer: Any) -> bool:
 
 def _copy_states(layer: Any) -> dict[str, Any]:
     """Return copies of a recurrent layer's states, since transformers overwrites them in place."""
-
-    def copy(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: copy(item) for key, item in value.items()}
-        return value.clone() if isinstance(value, Tensor) else value
-
-    return {name: copy(getattr(layer, name)) for name in _LINEAR_STATES if hasattr(layer, name)}
+    return {
+        name: {i: None if state is None else state.clone() for i, state in getattr(layer, name).items()}
+        for name in _LINEAR_STATES
+    }
 
 
 def _paths(parents: Sequence[int]) -> list[list[int]]:
