@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hscache.errors import IntegrityError
 from hscache.store.buffers import page_aligned
 from hscache.store.crc import crc32c
 from hscache.store.layout import CRC_BYTES, ArraySpec, damaged, data_file_name
@@ -147,7 +146,7 @@ class ArrayFile:
         try:
             self._fd = os.open(directory / data_file_name(spec), os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise self._damaged(f"{data_file_name(spec)} is missing") from error
+            raise damaged(self._directory, f"{data_file_name(spec)} is missing") from error
         self._offsets, self._lengths = self._read_index()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
@@ -201,21 +200,21 @@ class ArrayFile:
         used = -(-self.layout.rows // self.layout.chunk_rows)
         size, index_bytes = os.fstat(self._fd).st_size, self.layout.n_entries * _ENTRY_BYTES
         if size < index_bytes + CRC_BYTES:
-            raise self._damaged(f"{size} bytes, its index alone has {index_bytes + CRC_BYTES}")
+            raise damaged(self._directory, f"{size} bytes, its index alone has {index_bytes + CRC_BYTES}")
         buffer = bytearray(index_bytes + CRC_BYTES)
         self._preadv([memoryview(buffer)], size - len(buffer))
         table, crc = bytes(buffer[:index_bytes]), buffer[index_bytes:]
         if crc32c(table) != int.from_bytes(crc, "little"):
-            raise self._damaged("the shard index differs from its checksum")
+            raise damaged(self._directory, "the shard index differs from its checksum")
         entries = np.frombuffer(table, "<u8").reshape(-1, 2)[:used]
         if (entries == _MISSING).any():
             chunk = int(np.flatnonzero((entries == _MISSING).any(axis=1))[0])
-            raise self._damaged(f"chunk {chunk} is missing")
+            raise damaged(self._directory, f"chunk {chunk} is missing")
         offsets, lengths = entries[:, 0].tolist(), entries[:, 1].tolist()
         end, exact = size - len(buffer), self.chunk_bytes + CRC_BYTES
         for chunk, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
             if offset + length > end or length <= CRC_BYTES or (not self.layout.blosc and length != exact):
-                raise self._damaged(f"chunk {chunk} cannot be {length} bytes at {offset} of {size}")
+                raise damaged(self._directory, f"chunk {chunk} cannot be {length} bytes at {offset} of {size}")
         return offsets, lengths
 
     def _read_plain(self, start: int, stop: int, out: NDArray[Any]) -> None:
@@ -370,11 +369,13 @@ class ArrayFile:
         self._compare(chunk, crc32c(data), crc)
         unpacked_bytes = int.from_bytes(data[_BLOSC_NBYTES].tobytes(), "little")
         if unpacked_bytes != self.chunk_bytes:
-            raise self._damaged(f"chunk {chunk} unpacks to {unpacked_bytes} bytes, expected {self.chunk_bytes}")
+            raise damaged(
+                self._directory, f"chunk {chunk} unpacks to {unpacked_bytes} bytes, expected {self.chunk_bytes}"
+            )
         try:
             numcodecs.blosc.decompress(data, _bytes_of(target))
         except (RuntimeError, ValueError) as error:
-            raise self._damaged(f"chunk {chunk} cannot be unpacked: {error}") from error
+            raise damaged(self._directory, f"chunk {chunk} cannot be unpacked: {error}") from error
 
     def _scratch_chunk(self) -> NDArray[Any]:
         shape = (self.layout.chunk_rows, *self._spec.inner)
@@ -382,7 +383,7 @@ class ArrayFile:
 
     def _compare(self, chunk: int, found: int, recorded: bytes) -> None:
         if found != int.from_bytes(recorded, "little"):
-            raise self._damaged(f"chunk {chunk} differs from its checksum")
+            raise damaged(self._directory, f"chunk {chunk} differs from its checksum")
 
     def _preadv(self, parts: Sequence[_Memory], offset: int, *, growing: bool = False) -> None:
         """Fill all parts from the file, in calls of at most IOV_MAX parts, however little each call gives."""
@@ -396,18 +397,15 @@ class ArrayFile:
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
-                raise self._damaged(f"the disk cannot read it: {error}") from error
+                raise damaged(self._directory, f"the disk cannot read it: {error}") from error
             if got == 0:
-                raise self._damaged(f"{data_file_name(self._spec)} ends at byte {offset}")
+                raise damaged(self._directory, f"{data_file_name(self._spec)} ends at byte {offset}")
             offset += got
             while i < len(parts) and got >= parts[i].nbytes:
                 got -= parts[i].nbytes
                 i += 1
             if got:
                 parts = [*parts[:i], parts[i][got:], *parts[i + 1 :]]
-
-    def _damaged(self, what: str) -> IntegrityError:
-        return damaged(self._directory, what)
 
 
 def _scratch(use: str, n_bytes: int) -> NDArray[np.uint8]:

@@ -18,14 +18,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from hscache.errors import IntegrityError
 from hscache.store.durable import publish_directory, write_file
-from hscache.store.layout import canonical_json, json_digest
+from hscache.store.layout import canonical_json, damaged, json_digest
 from hscache.store.records import check_target_record
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _HEAD_FILE = "head.safetensors"
 _FACTS_FILE = "target.json"
+_damaged = partial(damaged, hint="remove target/, then hscache build writes it again")
 
 
 @dataclass(frozen=True)
@@ -188,9 +189,3 @@ def _entry(path: Path) -> dict[str, Any]:
         while block := file.read(1 << 24):
             digest.update(block)
     return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
-
-
-def _damaged(path: Path, what: str) -> IntegrityError:
-    return IntegrityError(
-        "store-damaged", f"target/{path.name}: {what}", hint="remove target/, then hscache build writes it again"
-    )

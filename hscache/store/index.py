@@ -89,9 +89,9 @@ def read_manifest(root: Path) -> dict[str, Any]:
             hint="hscache build MANIFEST --out STORE",
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path, f"not readable as a manifest: {error}") from error
+        raise damaged(path, f"not readable as a manifest: {error}") from error
     if type(version) is not int or version < 1:
-        raise _damaged(path, "not readable as a manifest: format_version is not a whole number")
+        raise damaged(path, "not readable as a manifest: format_version is not a whole number")
     if version > FORMAT_VERSION:
         raise FormatError(
             "format-version",
@@ -99,7 +99,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
             hint="upgrade hscache",
         )
     if not whole:
-        raise _damaged(path, "content differs from its digest")
+        raise damaged(path, "content differs from its digest")
     return document
 
 
@@ -122,11 +122,11 @@ def read_shard(path: Path, *, whole: bool = False) -> dict[str, Any]:
         sealed = canonical_json(group_metadata(body)) == text
         check_shard(body, whole=whole)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _damaged(path / "zarr.json", "missing") from error
+        raise damaged(path / "zarr.json", "missing") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(path / "zarr.json", f"not readable: {error}") from error
+        raise damaged(path / "zarr.json", f"not readable: {error}") from error
     if not sealed:
-        raise _damaged(path / "zarr.json", "content differs from its digest")
+        raise damaged(path / "zarr.json", "content differs from its digest")
     return body
 
 
@@ -205,11 +205,8 @@ def _require_planned(root: Path, index: pa.Table) -> None:
     if pairs[0] != pairs[1]:
         shard = min(shard for _, shard in pairs[0] ^ pairs[1])
         has, wanted = (sum(s == shard for _, s in pair) for pair in reversed(pairs))
-        raise IntegrityError(
-            "store-damaged",
-            f"{shard_name(shard)} has {has} samples, {wanted} were planned",
-            hint=f"hscache repair {root} rebuilds it",
-        )
+        what = f"{has} samples, but {wanted} were planned"
+        raise damaged(StorePaths(root).shard(shard), what, hint=f"hscache repair {root} rebuilds it")
 
 
 def table_digest(table: pa.Table) -> str:
@@ -232,13 +229,7 @@ def _read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
     try:
         table = read_sealed(path.read_bytes())
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
-        raise _damaged(path, f"not readable: {error}") from error
+        raise damaged(path, f"not readable: {error}") from error
     if not table.schema.equals(schema):
-        raise _damaged(path, f"columns {table.schema.names}, expected {schema.names}")
+        raise damaged(path, f"columns {table.schema.names}, expected {schema.names}")
     return table
-
-
-def _damaged(path: Path, what: str) -> IntegrityError:
-    if path.name == "zarr.json":
-        return damaged(path, what)
-    return IntegrityError("store-damaged", f"{path}: {what}", hint=f"hscache verify {path.parent} --level full")

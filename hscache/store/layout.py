@@ -218,16 +218,17 @@ def is_committed(shard: Path) -> bool:
     return (shard / "zarr.json").exists()
 
 
-def damaged(path: Path, what: str) -> IntegrityError:
-    """Return the error for a damaged committed shard.
+def damaged(path: Path, what: str, *, hint: str | None = None) -> IntegrityError:
+    """Return the error for a damaged part of a store.
 
     Args:
-        path: ``STORE/shards/NNNNN.zarr``, or an array or file of it.
-        what: What is wrong with it.
+        path: A file below the store's directory, a committed shard, or an array or file of one.
+        what: The damage.
+        hint: The next step; None for ``hscache verify``.
     """
-    shard = next((p for p in (path, *path.parents) if p.suffix == ".zarr"), path)
-    hint = f"hscache verify {shard.parent.parent} --level full"
-    return IntegrityError("store-damaged", f"{path.relative_to(shard.parent)}: {what}", hint=hint)
+    shard = next((p for p in (path, *path.parents) if p.suffix == ".zarr" and p.stem.isdecimal()), None)
+    where, root = (path, path.parent) if shard is None else (path.relative_to(shard.parent), shard.parent.parent)
+    return IntegrityError("store-damaged", f"{where}: {what}", hint=hint or f"hscache verify {root} --level full")
 
 
 def canonical_json(value: object) -> bytes:

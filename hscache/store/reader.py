@@ -37,7 +37,7 @@ from hscache.errors import InputError, IntegrityError
 from hscache.rows import count_supervised, supervised_positions
 from hscache.store.buffers import Buffers
 from hscache.store.index import committed_shards, load_index, read_manifest
-from hscache.store.layout import ArraySpec, array_specs, scales_name, shard_name
+from hscache.store.layout import ArraySpec, StorePaths, array_specs, damaged, scales_name, shard_name
 from hscache.store.lossy import decode_bits
 from hscache.store.shard_reader import ShardReader
 
@@ -323,12 +323,9 @@ class Store:
             skipped = count_supervised(before)
         marked, recorded = skipped + len(positions), int(self.n_loss[i])
         if marked > recorded or (stop - start == self.n_tokens[i] and marked < recorded):
-            where = f"{shard_name(int(self._columns['shard'][i]))}/loss_mask"
-            raise IntegrityError(
-                "store-damaged",
-                f"{where}: marks {marked} tokens of sample {self.sample_ids[i]!r}, {recorded} are recorded",
-                hint=f"hscache verify {self.path} --level full",
-            )
+            path = StorePaths(self.path).shard(int(self._columns["shard"][i])) / "loss_mask"
+            what = f"marks {marked} tokens of sample {self.sample_ids[i]!r}, but {recorded} are recorded"
+            raise damaged(path, what)
         return positions, slice(first + skipped, first + skipped + len(positions))
 
     @cached_property

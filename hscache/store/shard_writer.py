@@ -21,7 +21,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hscache.errors import IntegrityError
 from hscache.rows import count_supervised
 from hscache.store.codecs import Codec
 from hscache.store.crc import crc32c
@@ -32,6 +31,7 @@ from hscache.store.layout import (
     ArraySpec,
     array_metadata,
     canonical_json,
+    damaged,
     data_file_name,
     group_metadata,
     is_committed,
@@ -233,11 +233,8 @@ class ShardWriter:
         write_file(self._directory / "zarr.json", canonical_json(group_metadata(body)))
         published = publish_directory(self._directory, destination)
         if not published and not is_committed(destination):
-            raise IntegrityError(
-                "store-damaged",
-                f"{destination}: exists without zarr.json, so it is not a shard, but it blocks this one",
-                hint=f"rm -r {destination}, then run the same command again",
-            )
+            what = "exists without zarr.json, so it is not a shard, but it blocks this one"
+            raise damaged(destination, what, hint=f"rm -r {destination}, then run the same command again")
         return published
 
 
