@@ -88,7 +88,7 @@ class StatesSpec(Section):
 
 
 class LogitsSpec(Section):
-    """What to keep of the target's distribution beside the states."""
+    """The part of the target's distribution to keep with the states."""
 
     topk: int = Field(default=64, ge=0, lt=1 << 31)
     """Log-probabilities kept for each supervised token, with the logsumexp; 0 keeps none."""
@@ -147,7 +147,7 @@ class ResolvedStates(StatesSpec):
 
 
 class ResolvedManifest(BuildManifest):
-    """A manifest that was held against its target: what a plan, a build and a store's record go by."""
+    """A manifest that was checked against its target; plans, builds and stores use this one."""
 
     target: ResolvedTarget
     states: ResolvedStates

@@ -1,9 +1,9 @@
-"""Whose store is this? A store belongs to one manifest, target and corpus from its first file on.
+"""Claim a store for one manifest, target and corpus, and the shards of it for one process.
 
-``manifest.json`` is written first and never changed. Whoever comes later must agree with it in all that decides the
-content; where target and corpus lie on a machine is compared by content instead.
+``manifest.json`` is the first file of a store and never changes. Every later build must agree with it in all settings
+that decide the content. Target and corpus are compared by content, not by their paths, which differ between machines.
 
-Any number of builders may work on one store, or of conversions. Each takes shards that no other is at
+Any number of builders or conversions may work on one store. Each takes shards that no other process is making
 (:class:`ShardClaims`).
 """
 
@@ -64,7 +64,7 @@ def refuse_foreign(out: Path) -> None:
         ConflictError: ``store-exists``.
     """
     if out.exists() and not StorePaths(out).manifest.exists():
-        # staging alone is what an interrupted first start leaves
+        # a first start that was interrupted leaves staging/ alone
         foreign = [path.name for path in out.iterdir() if path.name != "staging"] if out.is_dir() else [out.name]
         if foreign:
             raise ConflictError(
@@ -75,19 +75,19 @@ def refuse_foreign(out: Path) -> None:
 
 
 def claim(paths: StorePaths, document: dict[str, Any], plan: Plan, staging: Path) -> str:
-    """Write ``manifest.json`` and ``plan.parquet``, or check that the store was begun with the same ones.
+    """Write ``manifest.json`` and ``plan.parquet``, or check that the store was started with the same ones.
 
     Returns:
         The digest of the store's manifest.
 
     Raises:
-        ConflictError: ``store-other-manifest``, naming the fields.
+        ConflictError: ``store-other-manifest``, with the fields that differ.
     """
     fresh = staging / "manifest.json"
     write_file(fresh, canonical_json(document))
     digest = str(document["digest"])
     try:
-        os.link(fresh, paths.manifest)  # fails when it exists: of two builders one is first, and neither overwrites
+        os.link(fresh, paths.manifest)  # fails if it exists, so that of two builders neither overwrites the other's
         fsync_directory(paths.root)
     except FileExistsError:
         there = read_manifest(paths.root)
@@ -99,11 +99,12 @@ def claim(paths: StorePaths, document: dict[str, Any], plan: Plan, staging: Path
 
 
 class ShardClaims:
-    """Tells the builders of one store which shards the others are at, without a file of its own.
+    """Shows which shards other builders are making, without an extra file.
 
-    Byte k of ``manifest.json`` stands for shard k: whoever has it locked builds that shard. The locks belong to the
-    open file, so the kernel lets go of them with the process, however it ends. Where a file system knows no such locks,
-    or keeps them to one machine, two builders may make the same shard: the first one's stays, and both are equal.
+    Byte k of ``manifest.json`` stands for shard k: the builder that has locked it makes that shard. The locks belong to
+    the open file, so the kernel releases them when the process ends, however it ends. On a file system that has no such
+    locks, or does not share them between machines, two builders may make the same shard. The two are equal, and the one
+    that is committed first stays.
 
     Use as a context manager.
     """
@@ -114,7 +115,7 @@ class ShardClaims:
         self._file = os.open(manifest, os.O_RDWR | os.O_CLOEXEC)
 
     def take(self, shard: int) -> bool:
-        """Return whether this builder may make a shard: no other one is at it."""
+        """Return whether this builder may make a shard, because no other one is making it."""
         # struct flock: type, whence, start, length, process
         lock = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, shard, 1, 0)
         try:
@@ -122,7 +123,7 @@ class ShardClaims:
         except BlockingIOError:
             return False
         except OSError:
-            say_no_locks(self._root)  # and waiting for a lock would never end
+            say_no_locks(self._root)  # waiting for a lock would never end
         return True
 
     def shares(
@@ -132,13 +133,13 @@ class ShardClaims:
         stop: Sequence[int],
         finish: Callable[[], object] = lambda: None,
     ) -> Iterator[int]:
-        """Yield each shard that this process should build; wait for those that others are building.
+        """Yield each shard that this process should make; wait for those that others are making.
 
         Args:
-            todo: Shards that were not there when this builder looked.
-            made: Whether a shard is there by now; not called again when it is.
-            stop: Signals that came.
-            finish: Ends what was begun, before we wait for others that may wait for us.
+            todo: Shards that were missing at the start.
+            made: Returns whether a shard is committed by now; not called again after it was.
+            stop: Signals received so far.
+            finish: Finishes the work in progress before this process waits, since others may wait for it.
 
         Raises:
             Interrupted: After a signal.
@@ -153,15 +154,15 @@ class ShardClaims:
                     continue
                 if not self.take(shard):
                     busy.append(shard)
-                elif not made(shard):  # it may have been made just before
+                elif not made(shard):  # it may have been committed just before
                     yield shard
             elif busy:
                 finish()
                 if not told:
-                    say(f"waiting for others that write this store, and are at {len(busy)} of its shards")
+                    say(f"waiting for other processes that are writing {len(busy)} shards of this store")
                 told = True
                 time.sleep(_LOOK_AGAIN_S)
-                left.extend(busy)  # whoever ended left them to us
+                left.extend(busy)  # a process that ended without them leaves them to this one
                 busy = []
 
     def __enter__(self) -> ShardClaims:
@@ -187,16 +188,16 @@ def _refuse_other(paths: StorePaths, there: dict[str, Any], document: dict[str, 
     ]
     if not differing:
         return
-    # a changed limit changes the plan too: name the cause before its consequences
+    # a changed limit changes the plan too: list the cause before its consequences
     differing.sort(key=lambda line: (not line.startswith("manifest."), line.startswith("plan.")))
     more = f"\n  and {len(differing) - 5} more" if len(differing) > 5 else ""
-    # a repair, too, has shards out of their place; but only of a store that once ran its target
-    begun = paths.target.exists() or paths.index.exists() or bool(committed_shards(paths.root))
-    other = "build into another --out, or give the manifest, target and corpus that the store was begun with"
+    # a repair moves shards away too, but only in a store that has its target/ or index
+    started = paths.target.exists() or paths.index.exists() or bool(committed_shards(paths.root))
+    other = "build into another --out, or use the manifest, target and corpus that the store was started with"
     raise ConflictError(
         "store-other-manifest",
-        f"{paths.root} was begun differently:\n  " + "\n  ".join(differing[:5]) + more,
-        hint=other if begun else f"nothing is in it yet: rm -r {paths.root} to begin anew; or {other}",
+        f"{paths.root} was started with other settings:\n  " + "\n  ".join(differing[:5]) + more,
+        hint=other if started else f"it is still empty: rm -r {paths.root} to start again; or {other}",
     )
 
 

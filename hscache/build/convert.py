@@ -4,11 +4,11 @@
 
     committed shard of the source
       -> each sample, checked against its digest (damage must not get a fresh checksum)
-      -> taps picked, states decoded or encoded, logits cut
-      -> a shard with the same samples in the same places; the record of how it was computed is carried over
+      -> taps selected, states decoded or encoded, logits shortened
+      -> a shard with the same samples in the same places; the record of how they were computed is copied
 
-The plan stays the source's, so shards become smaller, not fewer. The new ``manifest.json`` names the source's digest
-and what was changed. Like a build it can be stopped and run again: committed shards stay.
+The plan stays the source's, so shards become smaller, not fewer. The new ``manifest.json`` holds the source's digest
+and the settings that were changed. A conversion can be stopped and run again like a build: committed shards stay.
 
 Cost: one pass over the source; encoding to ``int8`` or ``int4`` on one core takes the time that
 :mod:`hscache.store.lossy` says.
@@ -52,7 +52,7 @@ _STATES = ("hidden_states", "final_state")
 
 @dataclass(frozen=True)
 class Change:
-    """What a conversion does; None keeps what the source has.
+    """The changes of a conversion; None keeps the source's setting.
 
     Attributes:
         codec: Of the new store.
@@ -69,7 +69,7 @@ class Change:
 
 @dataclass
 class ConvertReport:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         source: Store that was read.
@@ -101,14 +101,14 @@ def convert(source: Path, out: Path, change: Change) -> ConvertReport:
 
     Args:
         source: Store directory; it is only read.
-        out: Store directory; new, empty, or begun by the same conversion.
-        change: What to change.
+        out: Store directory; new, empty, or started by the same conversion.
+        change: The changes.
 
     Raises:
         ConfigError: ``convert-nothing``, ``convert-lossy``, ``taps-invalid``.
         InputError: ``store-unfinished``, ``array-absent``.
-        IntegrityError: ``store-damaged``, ``sample-digest``: the source is not what was committed.
-        HscacheError: As in a build: a foreign output, a full disk.
+        IntegrityError: ``store-damaged``, ``sample-digest``: the source is damaged.
+        HscacheError: As in a build, for an output that is not this store or a full disk.
         Interrupted: On the first SIGINT or SIGTERM, at the next sample.
     """
     started = time.monotonic()
@@ -117,7 +117,7 @@ def convert(source: Path, out: Path, change: Change) -> ConvertReport:
         done = len(committed_shards(source))
         raise InputError(
             "store-unfinished",
-            f"{source}: {done} of {store.manifest['plan']['shards']} shards are there",
+            f"{source}: {done} of {store.manifest['plan']['shards']} shards are complete",
             hint="finish the build first: run its command again",
         )
     manifest = changed_manifest(store, change)
@@ -144,7 +144,7 @@ def convert(source: Path, out: Path, change: Change) -> ConvertReport:
 
 
 def changed_manifest(store: Store, change: Change) -> ResolvedManifest:
-    """Return the manifest of the new store, or say why there cannot be one.
+    """Return the manifest of the new store.
 
     Raises:
         ConfigError: ``convert-nothing``, ``convert-lossy``, ``taps-invalid``.
@@ -156,14 +156,14 @@ def changed_manifest(store: Store, change: Change) -> ResolvedManifest:
     if before != "raw" and codec in lossy.NAMES and codec != old.store.codec:
         raise ConfigError(
             "convert-lossy",
-            f"{store.path}: its states went through {before} already; {codec} would add its error to that",
+            f"{store.path}: its states already have the error of {before}, and {codec} would add its own",
             hint="convert the lossless store that this one was made from",
         )
     taps = tuple(store.taps) if change.taps is None else change.taps
     _check_taps(store, taps)
     topk = old.logits.topk if change.topk is None else change.topk
     if topk > old.logits.topk:
-        raise InputError("array-absent", f"{store.path}: top-{topk} asked for, top-{old.logits.topk} stored")
+        raise InputError("array-absent", f"{store.path}: got top-{topk}, but only top-{old.logits.topk} is stored")
     final_state = old.states.final_state and change.final_state
     new = old.model_copy(
         update={
@@ -175,21 +175,25 @@ def changed_manifest(store: Store, change: Change) -> ResolvedManifest:
     if new == old:
         raise ConfigError(
             "convert-nothing",
-            f"{store.path}: codec {codec}, taps {list(taps)} and top-{topk} are what it has",
-            hint="give another --codec, or fewer --taps or --topk",
+            f"{store.path}: the store already has codec {codec}, taps {list(taps)} and top-{topk}",
+            hint="choose another --codec, or fewer --taps or --topk",
         )
     return new
 
 
 def _check_taps(store: Store, taps: Sequence[int]) -> None:
     if not taps or list(taps) != sorted(set(taps)):
-        raise ConfigError("taps-invalid", f"taps {list(taps)}: not ascending", hint="--taps 1,8,14")
+        raise ConfigError(
+            "taps-invalid",
+            f"taps {list(taps)}: expected at least one, ascending, without repetition",
+            hint="--taps 1,8,14",
+        )
     if absent := sorted(set(taps) - set(store.taps)):
         raise InputError("array-absent", f"{store.path}: no tap {absent[0]}; stored are {store.taps}")
 
 
 def _document(source: dict[str, Any], manifest: ResolvedManifest) -> dict[str, Any]:
-    """Return ``manifest.json`` of the new store: the source's, with what was changed and where it comes from."""
+    """Return ``manifest.json`` of the new store: the source's with the changes, and where it comes from."""
     old = source["manifest"]
     body = {
         **{name: source[name] for name in ("format_version", "target", "corpus", "plan")},
@@ -243,7 +247,7 @@ class _Conversion(ShardLoop):
         if self._encodes and "final_state" in store.specs and manifest.states.final_state:
             self._head = load_head(StorePaths(store.path).target)
         if self.from_scheme is not None and self.to_scheme is None:
-            say(f"the states were stored as {self.from_scheme.name}: their decoded values are kept, error and all")
+            say(f"the states were stored as {self.from_scheme.name}: their decoded values are kept, with the error")
 
     def tokens(self, shard: int) -> int:
         """Return the tokens of a shard."""
@@ -256,7 +260,7 @@ class _Conversion(ShardLoop):
         return sum(spec.raw_file_bytes(counts[spec.axis]) for spec in self._specs)
 
     def make(self, shard: int, work: ShardBuilder) -> dict[str, Any]:
-        """Convert the shard's samples; return the source's provenance, with where it was converted."""
+        """Convert the shard's samples; return the source's provenance and a note of this conversion."""
         record, rows = self._record(shard), self._rows(shard)
         work.expected = len(rows)
         asked = set(spread(np.flatnonzero([not row["reason"] for row in rows]), _KL_SAMPLES_PER_SHARD).tolist())
@@ -289,7 +293,7 @@ class _Conversion(ShardLoop):
         return {**record["provenance"], "converted": made}
 
     def health(self, shard: int, counted: dict[str, Any]) -> dict[str, Any]:
-        """Return statistics of what is stored now; what was not counted here is carried over from the source."""
+        """Return the statistics of the new shard; those that cannot be computed from it are the source's."""
         old, health = self._record(shard)["health"], dict(counted)
         for name in ("rms", "typical_rms", "max_abs"):
             # those of a final state that the source did not keep, or of states before they were encoded
@@ -310,7 +314,7 @@ class _Conversion(ShardLoop):
         return [dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)]
 
     def _states(self, stored: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.uint16]]:
-        """Return the source's states as bf16 bits, the wanted taps only."""
+        """Return the source's states as bf16 bits, only the taps to keep."""
         states = {**stored, **decoded(stored, self._source)}
         picked = {"hidden_states": np.ascontiguousarray(states["hidden_states"][:, self._picks])}
         return picked | ({"final_state": states["final_state"]} if "final_state" in states else {})
@@ -333,13 +337,13 @@ class _Conversion(ShardLoop):
                 out[name] = states[name]
             elif self.from_scheme is None:
                 out[name], out[scales_name(name)] = lossy.encode_bits(states[name], self.to_scheme)
-            else:  # the same codec: codes are picked, not made again
+            else:  # the same codec: codes are copied, not encoded again
                 for part in (name, scales_name(name)):
                     out[part] = stored[part][:, self._picks] if name == "hidden_states" else stored[part]
         return out
 
     def _carried(self, error: dict[str, Any]) -> dict[str, Any]:
-        """Return the error of a source that was lossy, of the columns that are kept."""
+        """Return the codec error that a lossy source recorded, for the columns that are kept."""
         if not error["tokens"]:
             return error
         columns = [*self._picks, *([-1] if self._manifest.states.final_state else [])]

@@ -1,9 +1,9 @@
 """Plan which sample goes into which shard, and all sizes: a pure function of corpus and manifest.
 
-The corpus is streamed once. Rows that cannot be used get a reason. The others are taken in windows of 1,024, sorted by
-length inside a window, cut into forward batches of at most ``limits.batch_tokens`` padded tokens, and the batches are
-shuffled inside the window with a fixed seed, so that each shard mixes lengths. Whole batches fill a shard until the
-next one would exceed ``store.shard_bytes``. The plan does not depend on the number of workers: any worker may build any
+The corpus is streamed once. Rows that cannot be used get a reason. The others are sorted by length in windows of 1,024
+and cut into forward batches of at most ``limits.batch_tokens`` padded tokens. The batches of a window are shuffled with
+a fixed seed, so that each shard mixes lengths. Whole batches fill a shard until the next one would exceed
+``store.shard_bytes``. The plan does not depend on the number of workers: any worker may build any
 shard, and a different number of workers may finish the job.
 
 Cost: one pass over the corpus; memory for one window of tokens and about 150 bytes of table per row.
@@ -39,9 +39,9 @@ REASONS: dict[str, str] = {
     "ids-out-of-vocab": "a token id is outside the target's vocabulary",
     "too-few-supervised": "fewer supervised tokens than limits.min_loss_tokens",
     "too-long": "more tokens than limits.max_tokens",
-    "duplicate-id": "the sample id was seen before",
+    "duplicate-id": "an earlier row has the same sample id",
 }
-"""Why the plan rejects a row; ``hscache.health.REASONS`` are the reasons found while capturing."""
+"""Why the plan rejects a row; ``hscache.health.REASONS`` has the reasons of the capture."""
 
 
 class SampleSink(Protocol):
@@ -53,11 +53,11 @@ class SampleSink(Protocol):
 
 @dataclass
 class Plan:
-    """The result: a table, a digest of the corpus, and totals.
+    """Where every corpus row goes: a table, a digest of the corpus, and totals.
 
     Attributes:
         table: :data:`PLAN_SCHEMA`; planned samples in build order, then the rejected ones in corpus order.
-        corpus: Rows, digest over ids, masks and order of all rows.
+        corpus: Number of rows, and a digest of the ids, masks and order of all rows.
         batches: For each shard the numbers of its forward batches.
         totals: Rows, rejected, samples, tokens, supervised tokens, padded tokens.
     """
@@ -91,7 +91,7 @@ def manifest_specs(manifest: ResolvedManifest, hidden_size: int) -> list[ArraySp
 
 
 def plan_rows(rows: Iterable[Sample | Reject], manifest: ResolvedManifest, sink: SampleSink | None = None) -> Plan:
-    """Return :func:`make_plan` for the target's own widths."""
+    """Return :func:`make_plan` for the widths of the manifest's target."""
     shape = manifest.target.shape
     return make_plan(rows, manifest, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, sink=sink)
 
@@ -152,7 +152,7 @@ class _Planner:
         self._totals = dict.fromkeys(("rows", "rejected", "samples", "tokens", "loss_tokens", "padded_tokens"), 0)
 
     def take(self, row: Sample | Reject) -> None:
-        """Place one row: into the window, or among the rejected."""
+        """Add one row to the window, or to the rejected ones."""
         self._totals["rows"] += 1
         content = row.content
         self._digest.update(content or content_digest())

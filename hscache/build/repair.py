@@ -28,7 +28,7 @@ _AUTO = KernelPolicy()
 
 @dataclass
 class RepairReport:
-    """What was repaired.
+    """The result of a repair.
 
     Attributes:
         store: Store directory.
@@ -62,7 +62,7 @@ def repair(
         target: Checkpoint directory; None for the manifest's.
         corpus: Corpus; None for the manifest's.
         device: Where the target runs.
-        kernels: Which kernel paths are accepted; the good shards' path is required unless named otherwise.
+        kernels: Which kernel paths are accepted; the good shards' path is required unless another one is named.
 
     Raises:
         ConflictError: ``store-converted``: the shards of a converted store can only be made again from its source.

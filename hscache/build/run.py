@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class BuildReport:
-    """What a build did.
+    """The result of a build.
 
     Attributes:
         store: Store directory.
@@ -47,10 +47,10 @@ class BuildReport:
         samples: Samples in the store.
         tokens: Their tokens.
         loss_tokens: Their supervised tokens.
-        rejected: Reason code -> rows, over plan and capture.
+        rejected: Reason code -> rows that plan or capture rejected.
         bytes: Size of all shards on disk.
         seconds: Wall time of this run.
-        capture_seconds: Of it, from the first forward batch to the last commit.
+        capture_seconds: The part from the first forward batch to the last commit.
     """
 
     store: str
@@ -70,9 +70,10 @@ class KernelPolicy:
     """Which kernel paths a build accepts.
 
     Attributes:
-        choice: ``auto`` keeps what transformers chose, ``torch`` forces the references, ``fla`` never falls back.
+        choice: ``auto`` keeps the kernels that transformers chose, ``torch`` forces the torch references, ``fla`` never
+            falls back.
         allow_fallback: Let ``auto`` run torch references on a GPU where kernels exist.
-        accept_path: ``path_id`` of a kernel path that may differ from the one of the committed shards.
+        accept_path: ``path_id`` of a kernel path of committed shards that may differ from this build's.
     """
 
     choice: Literal["auto", "torch", "fla"] = "auto"
@@ -98,7 +99,7 @@ def build(
         kernels: Which kernel paths are accepted.
 
     Raises:
-        HscacheError: Of every group; see :mod:`hscache.errors`.
+        HscacheError: Of any group; see :mod:`hscache.errors`.
         Interrupted: On the first SIGINT or SIGTERM, at the next batch.
     """
     started = time.monotonic()
@@ -112,7 +113,9 @@ def build(
             rows = _until_stopped(read_corpus(Path(resolved.corpus.path).expanduser()), stop)
             plan = plan_rows(rows, resolved, sink)
         document = store_document(resolved, file_digests(directory, fast=fast_digest), plan)
-        if not paths.manifest.exists():  # else a store that never fits would be begun, and bind whoever tries smaller
+        if (
+            not paths.manifest.exists()
+        ):  # else a store that does not fit would be started, and refuse a smaller manifest
             require_space(bytes_needed(plan, resolved, range(len(plan.batches)), target=True, least=True), out)
         digest = claim(paths, document, plan, staging.path)
         _set_strays_aside(paths, staging.path)
@@ -133,7 +136,7 @@ def build(
 
 
 def _with_dtype(manifest: ResolvedManifest, paths: StorePaths, device: str | None) -> ResolvedManifest:
-    """Return a manifest whose ``target.dtype``, where it is ``auto``, is the store's, or suits the device."""
+    """Return the manifest with ``auto`` as ``target.dtype`` replaced by the store's dtype, or the device's if new."""
     if manifest.target.dtype != "auto":
         return manifest
     if paths.manifest.exists():
@@ -156,7 +159,7 @@ class _Job(ShardLoop):
 
     def capture(self, plan: Plan, kernels: KernelPolicy, todo: list[int], directory: Path, device: str | None) -> float:
         """Load the target and capture; return seconds from the first forward batch to the last commit."""
-        # here, since planning and resuming a finished store need no torch
+        # imported here: planning, and resuming a finished store, need no torch
         from hscache.kernels.observe import observe_kernels
         from hscache.model.capture import Capturer
         from hscache.model.loading import load_target

@@ -22,12 +22,12 @@ SMALLER = 'build elsewhere, with fewer taps (--set "states.taps=[...]"), or with
 
 
 def require_space(needed: int, out: Path, hint: str = SMALLER) -> None:
-    """Refuse a build that cannot fit, before it begins.
+    """Refuse a build that cannot fit, before it starts.
 
     Args:
-        needed: Bytes still to write, at least; the disk is watched at each shard again.
+        needed: Bytes still to write, at least; each shard checks the disk again.
         out: Store directory, which need not exist.
-        hint: What else to do.
+        hint: What the user can do.
 
     Raises:
         EnvironmentFault: ``disk-full``.
@@ -36,7 +36,7 @@ def require_space(needed: int, out: Path, hint: str = SMALLER) -> None:
     if needed and needed + _FREE_MARGIN_BYTES > free:
         raise EnvironmentFault(
             "disk-full",
-            f"{out}: {size(needed)} to write, {size(free)} free ({size(_FREE_MARGIN_BYTES)} of it kept)",
+            f"{out}: {size(needed)} to write, {size(free)} free ({size(_FREE_MARGIN_BYTES)} of it must stay free)",
             hint=hint,
         )
 
@@ -44,14 +44,14 @@ def require_space(needed: int, out: Path, hint: str = SMALLER) -> None:
 def bytes_needed(
     plan: Plan, manifest: ResolvedManifest, todo: Sequence[int], *, target: bool, least: bool = False
 ) -> int:
-    """Return what there is to write.
+    """Return the bytes to write.
 
     Args:
         plan: The plan.
         manifest: With its target's shape.
         todo: Shards to write; their data files are counted without packing.
-        target: Whether ``target/`` is to be written, too.
-        least: Count packed states as half, less than which they hardly come to.
+        target: Count ``target/`` too.
+        least: Count packed states as half; packing hardly makes them smaller than that.
     """
     specs = manifest_specs(manifest, manifest.target.shape.hidden_size)
     rest = Plan(plan.table, plan.corpus, [], {}, [plan.shard_rows[shard] for shard in todo])
@@ -101,7 +101,7 @@ def _is_planned(out: Path, plan: Plan) -> bool:
 
 
 def target_bytes(manifest: ResolvedManifest) -> int:
-    """Return the size of ``target/`` in bf16: embedding and head; half as much where they are one."""
+    """Return the size of ``target/`` in bf16: embedding and head; half of it where the two are tied."""
     return 2 * 2 * manifest.target.shape.vocab_size * manifest.target.shape.hidden_size
 
 
@@ -114,7 +114,7 @@ def free_bytes(path: Path) -> int:
 
 
 def require_room(needed: int, out: Path) -> None:
-    """Stop before a shard that the disk cannot hold, not in the middle of it.
+    """Stop before a shard that does not fit on the disk, not in the middle of it.
 
     Args:
         needed: Bytes of the shard.

@@ -1,8 +1,8 @@
 """Keep the accepted samples of a plan on disk, so that a build never holds a corpus in memory.
 
-Any source format becomes the same Arrow file in the staging directory, with one record batch per forward batch, so a
-forward batch is one positioned read whatever the order of the corpus. The file is made anew at each start, which also
-checks that the corpus is unchanged.
+Any source format becomes the same Arrow file in the staging directory, with one record batch per forward batch, so
+reading a forward batch is one positioned read whatever the order of the corpus. The file is rewritten at each start,
+which also checks that the corpus is unchanged.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class SampleRow:
         n_loss: Supervised tokens; rows in the logit arrays where there are any.
         digest: xxh3-128 over the sample's bytes in all arrays, in layout order; empty when rejected.
         reason: Reason code of a rejected sample, else empty.
-        detail: What was seen.
+        detail: The values that led to the rejection.
     """
 
     sample_id: str
