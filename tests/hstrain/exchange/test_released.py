@@ -20,10 +20,6 @@ from tests.made.drafters import Change
 FACTS = {"target": "some/target", "store": "5d1c", "kernel path": "none needed", "run": {"steps": 3}}
 
 
-def read(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "config.json").read_text()))
-
-
 @pytest.fixture
 def change(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that exports a drafter and changes its config or weights."""
