@@ -108,6 +108,13 @@ class LimitsSpec(Section):
     """Longer rows are rejected as ``too-long``."""
     min_loss_tokens: Count = 1
     """Rows with fewer supervised tokens are rejected as ``too-few-supervised``."""
+    repeats: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Samples with a larger share of repeated tokens are rejected as ``repeats``; 1 keeps all.
+
+    A supervised token is repeated when it ends a sequence of four tokens that its sample had before.
+    """
+    drop_cut: bool = False
+    """Reject samples whose ``finish_reason`` says that a limit of length cut the answer off (``cut-answer``)."""
     batch_tokens: Count = 8192
     """Padded tokens of one forward pass; part of the plan, since it decides which samples share a batch."""
 

@@ -58,6 +58,7 @@ def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> N
             ("rows", f"{plan['rows']:,} ({_rejected(plan['rejected_reasons'])})"),
             ("samples", f"{plan['samples']:,}"),
             ("tokens", f"{plan['tokens']:,}, {plan['loss_tokens']:,} supervised"),
+            ("repeats", _repeats(plan)),
             ("forward", f"{plan['batches']:,} batches, {padding:.1%} padding"),
             ("shards", f"{plan['shards']:,} ({plan['shards_committed']:,} committed), {plan['files']:,} files"),
             ("disk", f"{size(plan['needed_bytes'])} to write, {size(plan['free_bytes'])} free at {out}{packed}"),
@@ -210,6 +211,7 @@ def print_info(info: dict[str, Any]) -> None:
         ("corpus", f"{corpus['path']}, {corpus['rows']:,} rows"),
         ("samples", f"{info['samples']:,} ({_rejected(info['rejected'])})"),
         ("tokens", f"{info['tokens']:,}, {info['loss_tokens']:,} supervised"),
+        ("repeats", _repeats(info)),
         ("tags", figures(info["tags"]) or "none"),
         ("shards", f"{info['shards']} of {info['shards_planned']}, {size(info['shard_bytes'])}, codec {codecs}"),
         ("target/", size(info["target_bytes"])),
@@ -236,6 +238,14 @@ def print_info(info: dict[str, Any]) -> None:
 
 def _row(numbers: Iterable[float], form: str) -> str:
     return " ".join(format(number, form) for number in numbers)
+
+
+def _repeats(numbers: dict[str, Any]) -> str | None:
+    """Return how much of a plan's or a store's text repeats, and how many answers were cut off."""
+    if numbers["repeated_tokens"] is None:
+        return None
+    share, cut = numbers["repeated_tokens"] / max(numbers["loss_tokens"], 1), numbers["cut"]
+    return f"{share:.1%} of the supervised tokens" + (f"; {cut:,} answers cut off" if cut else "")
 
 
 def _rejected(reasons: dict[str, int]) -> str:

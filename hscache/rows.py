@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+_GRAM = 4
+"""Tokens of a sequence whose second appearance in a sample counts as a repeat."""
 
 
 def count_supervised(loss_mask: NDArray[np.uint8] | Sequence[int]) -> int:
@@ -26,6 +30,25 @@ def supervised_positions(loss_mask: NDArray[np.uint8]) -> NDArray[np.int64]:
         loss_mask: uint8 [n], from the sample's first token on.
     """
     return 1 + np.flatnonzero(loss_mask[1:])
+
+
+def repeated_tokens(input_ids: NDArray[np.integer[Any]], loss_mask: NDArray[np.uint8]) -> int:
+    """Return how many supervised tokens end a sequence of four tokens that the sample had before.
+
+    Args:
+        input_ids: Token ids, [n], each between 0 and 2**31 - 1.
+        loss_mask: uint8 [n].
+    """
+    ids = np.asarray(input_ids, np.int64)
+    if len(ids) < _GRAM:
+        return 0
+    pairs = ids[:-1] << 32 | ids[1:]
+    first, second = pairs[:-2], pairs[2:]
+    order = np.lexsort((second, first))  # equal sequences side by side, the earliest first
+    again = np.zeros(len(first), bool)
+    again[order[1:]] = (np.diff(first[order]) == 0) & (np.diff(second[order]) == 0)
+    at = supervised_positions(loss_mask) - (_GRAM - 1)
+    return int(again[at[at >= 0]].sum())
 
 
 @dataclass(frozen=True)
@@ -54,6 +77,11 @@ class Sample:
     def n_loss(self) -> int:
         """Number of supervised tokens."""
         return count_supervised(self.loss_mask)
+
+    @cached_property
+    def repeats(self) -> int:
+        """Number of supervised tokens that repeat: see :func:`repeated_tokens`."""
+        return repeated_tokens(self.input_ids, self.loss_mask)
 
     @property
     def content(self) -> bytes:

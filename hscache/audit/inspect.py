@@ -20,7 +20,7 @@ from hscache.corpus.readers import read_corpus
 from hscache.corpus.tokenize import load_tokenizer
 from hscache.errors import InputError
 from hscache.model.facts import end_token_ids, tokenizer_files
-from hscache.rows import Reject, Sample, count_supervised, supervised_positions
+from hscache.rows import Reject, Sample, count_supervised
 from hscache.store.layout import StorePaths
 from hscache.store.reader import Store
 
@@ -34,7 +34,6 @@ FINDINGS: dict[str, str] = {
     "rejected": "rows cannot be used",
 }
 """What a verdict names -> meaning."""
-_GRAM = 4
 _MOST_REPEATS = 0.25
 _MOST_CUT = 0.05
 _MOST_DUPLICATES = 0.01
@@ -43,22 +42,6 @@ _USUAL = 0.5
 """Share of the runs that begin after the same token, from which on a corpus is taken for one of chats."""
 _SHOWN = 5
 _PERCENTILES = {"least": 0, "median": 50, "p95": 95, "most": 100}
-
-
-def repeated_tokens(input_ids: NDArray[np.integer[Any]], loss_mask: NDArray[np.uint8]) -> int:
-    """Return how many supervised tokens end a sequence of four tokens that the sample had before.
-
-    Args:
-        input_ids: Token ids, [n].
-        loss_mask: uint8 [n].
-    """
-    if len(input_ids) < _GRAM:
-        return 0
-    grams = np.lib.stride_tricks.sliding_window_view(input_ids, _GRAM)
-    _, first, which = np.unique(grams, axis=0, return_index=True, return_inverse=True)
-    again = first[which.ravel()] < np.arange(len(grams))
-    at = supervised_positions(loss_mask) - (_GRAM - 1)
-    return int(again[at[at >= 0]].sum())
 
 
 def runs_of(loss_mask: NDArray[np.uint8]) -> list[tuple[int, int]]:
@@ -155,7 +138,7 @@ def inspect(
         ids, mask = row.input_ids, row.loss_mask
         lengths.append(len(ids))
         sums["supervised"] += count_supervised(mask)
-        sums["repeats"] += repeated_tokens(ids, mask)
+        sums["repeats"] += row.repeats
         sums["duplicates"] += row.content in seen
         seen.add(row.content)
         cut = is_cut(row.finish_reason)

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pydantic import ValidationError
+
 import hscache
 from hscache.build.plan import Plan
 from hscache.console import check_stop, say
@@ -180,11 +182,13 @@ def now() -> str:
 
 
 def _refuse_other(paths: StorePaths, there: dict[str, Any], document: dict[str, Any]) -> None:
-    old, new = _flat(there), _flat(document)
+    old, new = _flat(_with_defaults(there)), _flat(document)
     differing = [
         f"{key}: store {old.get(key)!r}, now {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(_NOT_IDENTITY)
+        if old.get(key) != new.get(key)
+        and not key.startswith(_NOT_IDENTITY)
+        and not (key.startswith("plan.") and key not in old)  # a total that is counted since
     ]
     if not differing:
         return
@@ -199,6 +203,15 @@ def _refuse_other(paths: StorePaths, there: dict[str, Any], document: dict[str, 
         f"{paths.root} was started with other settings:\n  " + "\n  ".join(differing[:5]) + more,
         hint=other if started else f"it is still empty: rm -r {paths.root} to start again; or {other}",
     )
+
+
+def _with_defaults(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a store's document with the defaults of settings that are newer than the store."""
+    try:
+        manifest = ResolvedManifest.model_validate(document["manifest"])
+    except ValidationError:  # such as a setting of a later version, which then differs
+        return document
+    return {**document, "manifest": manifest.model_dump(mode="json")}
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import xxhash
 
 from hscache.console import counts
+from hscache.corpus.chat import is_cut
 from hscache.errors import InputError
 from hscache.manifest import ResolvedManifest
 from hscache.rows import Reject, Sample, content_digest
@@ -39,9 +40,15 @@ REASONS: dict[str, str] = {
     "ids-out-of-vocab": "a token id is outside the target's vocabulary",
     "too-few-supervised": "fewer supervised tokens than limits.min_loss_tokens",
     "too-long": "more tokens than limits.max_tokens",
+    "repeats": "a larger share of the supervised tokens are repeated than limits.repeats",
+    "cut-answer": "the answer was cut off at a limit of length, and limits.drop_cut is set",
     "duplicate-id": "an earlier row has the same sample id",
 }
 """Why the plan rejects a row; ``hscache.health.REASONS`` has the reasons of the capture."""
+
+
+TOTALS = ("rows", "rejected", "samples", "tokens", "loss_tokens", "padded_tokens", "repeated_tokens", "cut")
+"""Rows, and what the planned samples sum up to; ``cut`` counts samples whose answer was cut off."""
 
 
 class SampleSink(Protocol):
@@ -59,7 +66,7 @@ class Plan:
         table: :data:`PLAN_SCHEMA`; planned samples in build order, then the rejected ones in corpus order.
         corpus: Number of rows, and a digest of the ids, masks and order of all rows.
         batches: For each shard the numbers of its forward batches.
-        totals: Rows, rejected, samples, tokens, supervised tokens, padded tokens.
+        totals: Numbers of the names in :data:`TOTALS`.
     """
 
     table: pa.Table
@@ -149,7 +156,7 @@ class _Planner:
         self._shard_rows: list[tuple[int, int]] = []
         self._first_batch = 0
         self._sums = [0, 0]
-        self._totals = dict.fromkeys(("rows", "rejected", "samples", "tokens", "loss_tokens", "padded_tokens"), 0)
+        self._totals = dict.fromkeys(TOTALS, 0)
 
     def take(self, row: Sample | Reject) -> None:
         """Add one row to the window, or to the rejected ones."""
@@ -202,6 +209,8 @@ class _Planner:
         self._totals["samples"] += len(batch)
         self._totals["tokens"] += n_tokens
         self._totals["loss_tokens"] += n_loss
+        self._totals["repeated_tokens"] += sum(sample.repeats for sample in batch)
+        self._totals["cut"] += sum(is_cut(sample.finish_reason) for sample in batch)
         self._totals["padded_tokens"] += len(batch) * len(batch[0].input_ids)
         if self._sink is not None:
             self._sink.write_batch(batch)
@@ -233,6 +242,11 @@ class _Planner:
         if n_loss < limits.min_loss_tokens:
             wanted = f"expected at least {limits.min_loss_tokens}"
             return sample.reject("too-few-supervised", f"{n_loss} supervised tokens, {wanted}")
+        if limits.drop_cut and is_cut(sample.finish_reason):
+            return sample.reject("cut-answer", f"finish_reason is {sample.finish_reason}")
+        if limits.repeats < 1 and sample.repeats > limits.repeats * n_loss:
+            detail = f"{sample.repeats} of {n_loss} supervised tokens, limit {limits.repeats:g} of them"
+            return sample.reject("repeats", detail)
         key = xxhash.xxh3_128_digest(sample.sample_id.encode())
         if key in self._seen:
             return sample.reject("duplicate-id", f"{sample.sample_id!r} was seen before")

@@ -40,6 +40,9 @@ def store_info(root: Path) -> dict[str, Any]:
         "samples": good.num_rows,
         "tokens": pc.sum(good["n_tokens"]).as_py() or 0,
         "loss_tokens": pc.sum(good["n_loss"]).as_py() or 0,
+        # as planned; a store that was begun before they were counted has none
+        "repeated_tokens": document["plan"].get("repeated_tokens"),
+        "cut": document["plan"].get("cut"),
         "tags": dict(Counter(tag for tag in good["tag"].to_pylist() if tag).most_common()),
         "rejected": dict(Counter(rejected["reason"].to_pylist())),
         "shard_bytes": sum(entry["bytes"] for record in records for entry in record["files"].values()),

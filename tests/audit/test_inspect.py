@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hscache.audit.inspect import FINDINGS, inspect_path, repeated_tokens, runs_of, sample_text
+from hscache.audit.inspect import FINDINGS, inspect_path, runs_of, sample_text
 from hscache.corpus.readers import CORPUS_SCHEMA
 from hscache.corpus.tokenize import tokenize_files
 from hscache.errors import InputError
+from hscache.rows import repeated_tokens
 from tests.conftest import DATA
 from tests.made.templates import make_tokenizer
 

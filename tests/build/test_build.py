@@ -35,7 +35,8 @@ from hscache.manifest import load_manifest
 from hscache.model.capture import Capturer
 from hscache.store import shard_writer
 from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
-from hscache.store.layout import StorePaths, canonical_json, group_metadata
+from hscache.store.info import store_info
+from hscache.store.layout import StorePaths, canonical_json, group_metadata, json_digest
 from hscache.store.shard_writer import ShardWriter
 from tests.conftest import DATA, SMOLLM2, TINY_HYBRID, smollm2_manifest
 from tests.made.six_samples import six_samples
@@ -108,6 +109,23 @@ def test_a_finished_store_is_left_alone_without_loading_the_target(
     before = contents(reference)
     assert build(quick(short_corpus), reference).built == 0
     assert contents(reference) == before
+
+
+def test_a_store_from_before_a_setting_existed_has_its_default(
+    reference: Path, short_corpus: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(reference, store)
+    body = read_manifest(store)
+    for place in (body["manifest"]["limits"], body["plan"]):
+        for name in ("repeats", "drop_cut", "repeated_tokens", "cut"):
+            place.pop(name, None)
+    sealed = {key: value for key, value in body.items() if key != "digest"}
+    (store / "manifest.json").write_bytes(canonical_json({**sealed, "digest": json_digest(sealed)}))
+    assert build(quick(short_corpus), store).built == 0
+    assert store_info(store)["repeated_tokens"] is None
+    with pytest.raises(ConflictError, match=r"manifest\.limits\.repeats: store 1\.0, now 0\.5"):
+        build(quick(short_corpus, limits={"batch_tokens": 128, "repeats": 0.5}), store)
 
 
 @pytest.mark.parametrize(

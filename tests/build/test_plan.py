@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,8 @@ FAULTS: dict[str, Sample | Reject] = {
     "ids-out-of-vocab": row(1, [1, VOCAB, 3], [0, 1, 1]),
     "too-few-supervised": row(1, [1, 2, 3], [1, 0, 0]),
     "too-long": row(1, [1] * 65, [1] * 65),
+    "repeats": row(1, [1, 2, 3, 4] * 2, [0] * 4 + [1] * 4),  # the last of four
+    "cut-answer": Sample(1, "r1", np.array([4, 5], np.int32), np.array([0, 1], np.uint8), finish_reason="length"),
     "duplicate-id": row(1, [4, 5], [0, 1], "r0"),
 }
 
@@ -189,7 +192,8 @@ def test_the_faults_cover_all_reasons() -> None:
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_row_that_cannot_be_used_is_recorded_with_its_reason(reason: str) -> None:
     good = row(0, [1, 2, 3], [0, 1, 1])
-    plan, batches = plan_of([good, FAULTS[reason], row(2, [6, 7], [0, 1])])
+    manifest = little_manifest(limits={"repeats": 0.2, "drop_cut": True})
+    plan, batches = plan_of([good, FAULTS[reason], row(2, [6, 7], [0, 1])], manifest)
     assert plan.reasons() == {reason: 1}
     line = plan.table.to_pylist()[-1]
     assert (line["corpus_row"], line["reason"], bool(line["detail"])) == (1, reason, True)
@@ -203,9 +207,17 @@ def test_ids_outside_the_vocabulary_are_named(bad: int) -> None:
 
 
 def test_limits_are_inclusive() -> None:
-    manifest = little_manifest(limits={"max_tokens": 4, "min_loss_tokens": 2})
-    plan, _ = plan_of([row(0, [0, 1, VOCAB - 1, 3], [0, 0, 1, 1])], manifest)
+    manifest = little_manifest(limits={"max_tokens": 8, "min_loss_tokens": 4, "repeats": 0.25})
+    plan, _ = plan_of([row(0, [1, 2, 3, VOCAB - 1] * 2, [0] * 4 + [1] * 4)], manifest)
     assert plan.totals["samples"] == 1
+
+
+def test_repeats_and_cut_answers_are_counted_and_kept_unless_limits_say_otherwise() -> None:
+    cut = replace(FAULTS["cut-answer"], sample_id="cut")
+    plan, _ = plan_of([row(0, [6, 7], [0, 1]), FAULTS["repeats"], cut, row(3, [7] * 65, [1] * 65)])
+    assert plan.reasons() == {"too-long": 1}
+    totals = {name: plan.totals[name] for name in ("samples", "loss_tokens", "repeated_tokens", "cut")}
+    assert totals == {"samples": 3, "loss_tokens": 6, "repeated_tokens": 1, "cut": 1}
 
 
 def test_rows_without_an_id_are_known_by_their_content() -> None:
