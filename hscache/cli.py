@@ -153,13 +153,17 @@ def plan(
     """
     from hscache.build.plan import plan_rows
     from hscache.build.space import plan_json, require_space
+    from hscache.corpus.origin import check_origin
     from hscache.corpus.readers import read_corpus
     from hscache.model.facts import resolve_manifest
     from hscache.report import print_plan
 
     parsed, where = _manifest(manifest, set_), out or Path()
-    resolved, _ = resolve_manifest(parsed, download=False)
-    made = plan_rows(read_corpus(Path(resolved.corpus.path).expanduser()), resolved)
+    resolved, directory = resolve_manifest(parsed, download=False)
+    corpus = Path(resolved.corpus.path).expanduser()
+    if directory is not None:
+        check_origin(corpus, directory, accept=True)
+    made = plan_rows(read_corpus(corpus), resolved)
     numbers = plan_json(made, resolved, where)
     emit_json(numbers) if json else print_plan(numbers, resolved, where)
     require_space(numbers["least_bytes"], where)
@@ -184,6 +188,9 @@ def build(
     accept_path: Annotated[
         str | None, typer.Option(help="Id of another kernel path whose shards may stay in this store.")
     ] = None,
+    accept_corpus: Annotated[
+        bool, typer.Option("--accept-corpus", help="Use a corpus that was made with another target.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Run the target over the corpus and write a store; run again to resume after a stop.
@@ -202,6 +209,7 @@ def build(
             out,
             device=device,
             fast_digest=fast_digest,
+            accept_corpus=accept_corpus,
             kernels=KernelPolicy(kernels, allow_fallback, accept_path),
         )
     if json:

@@ -80,6 +80,7 @@ CODES: dict[str, str] = {
     # conflict
     "store-other-manifest": "the store was begun with another manifest, target or corpus",
     "store-other-kernels": "the store's shards were computed by another kernel path",
+    "corpus-other-target": "the corpus was made with another target than the one to run over it",
     "target-other": "the target is not the one that the drafter was trained for",
     "store-exists": "the output path holds something that is not this store",
     "export-exists": "the export's path exists already",

@@ -35,13 +35,16 @@ _LOOK_AGAIN_S = 0.1
 _NOT_IDENTITY = ("manifest.target.path", "manifest.corpus.path", "created", "digest")
 
 
-def store_document(manifest: ResolvedManifest, target_digests: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def store_document(
+    manifest: ResolvedManifest, target_digests: dict[str, Any], plan: Plan, corpus_made: str = "unknown"
+) -> dict[str, Any]:
     """Return ``manifest.json``: all that decides the store's content, and a digest over it.
 
     Args:
         manifest: With resolved taps and shape.
         target_digests: Of weights, config and tokenizer.
         plan: The plan.
+        corpus_made: What :func:`hscache.corpus.origin.check_origin` returned.
     """
     body = {
         "format_version": FORMAT_VERSION,
@@ -54,7 +57,7 @@ def store_document(manifest: ResolvedManifest, target_digests: dict[str, Any], p
             "batches": sum(len(batches) for batches in plan.batches),
             **plan.totals,
         },
-        "created": {"hscache": hscache.__version__, "time": now()},
+        "created": {"hscache": hscache.__version__, "time": now(), "corpus": corpus_made},
     }
     return {**body, "digest": json_digest(body)}
 

@@ -19,6 +19,7 @@ from hscache.build.shard_builder import ShardBuilder, ShardLoop
 from hscache.build.space import bytes_needed, require_space
 from hscache.build.spool import Spool, SpoolWriter
 from hscache.console import check_stop, say, stop_on_signal
+from hscache.corpus.origin import check_origin
 from hscache.corpus.readers import read_corpus
 from hscache.device import pick_device, pick_dtype
 from hscache.errors import ConflictError
@@ -87,6 +88,7 @@ def build(
     *,
     device: str | None = None,
     fast_digest: bool = False,
+    accept_corpus: bool = False,
     kernels: KernelPolicy = KernelPolicy(),
 ) -> BuildReport:
     """Build a store, or finish one.
@@ -96,6 +98,7 @@ def build(
         out: Store directory; new, empty, or started with the same manifest.
         device: Where the target runs, such as ``cuda:0``; None for CUDA if there is one.
         fast_digest: Identify the weight files by size and time instead of sha256.
+        accept_corpus: Use a corpus that was made with another target.
         kernels: Which kernel paths are accepted.
 
     Raises:
@@ -107,12 +110,14 @@ def build(
     assert directory is not None
     paths = StorePaths(out)
     refuse_foreign(out)
+    corpus = Path(resolved.corpus.path).expanduser()
+    made = check_origin(corpus, directory, accept=accept_corpus)
     resolved = _with_dtype(resolved, paths, device)
     with disk_errors(out), Staging(paths.staging) as staging, stop_on_signal() as stop:
         with SpoolWriter(staging.path / "corpus.arrow") as sink:
-            rows = _until_stopped(read_corpus(Path(resolved.corpus.path).expanduser()), stop)
+            rows = _until_stopped(read_corpus(corpus), stop)
             plan = plan_rows(rows, resolved, sink)
-        document = store_document(resolved, file_digests(directory, fast=fast_digest), plan)
+        document = store_document(resolved, file_digests(directory, fast=fast_digest), plan, made)
         if (
             not paths.manifest.exists()
         ):  # else a store that does not fit would be started, and refuse a smaller manifest

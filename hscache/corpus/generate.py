@@ -24,6 +24,7 @@ from hscache.corpus.boundaries import Encoder
 from hscache.corpus.chat import ChatTemplate, Conversation, RowFault, conversation
 from hscache.corpus.containers import find_files, read_file
 from hscache.corpus.formats import read_prompt
+from hscache.corpus.origin import origin
 from hscache.corpus.tokenize import file_names, load_tokenizer, row_id
 from hscache.corpus.writer import CorpusReport, CorpusWriter, Journal, journal_path
 from hscache.device import Dtype, pick_device, pick_dtype
@@ -128,7 +129,8 @@ def generate_corpus(
     """
     target = target.expanduser()
     tokenizer = load_tokenizer(target)
-    with disk_errors(out), stop_on_signal() as stop, CorpusWriter(out) as writer:
+    made = origin(target, "generate")
+    with disk_errors(out), stop_on_signal() as stop, CorpusWriter(out, made) as writer:
         rows = read_prompts(prompts, tokenizer, writer.reject, raw=raw, limit=limit, template_kwargs=template_kwargs)
         ready = _fitting(rows, target, sampling, writer.reject, stop)
         if not ready:

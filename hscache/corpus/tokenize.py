@@ -32,6 +32,7 @@ from hscache.corpus.boundaries import Encoder, TextTokens
 from hscache.corpus.chat import ChatTemplate, Conversation, RowFault, conversation
 from hscache.corpus.containers import Row, find_files, read_file
 from hscache.corpus.formats import FORMATS, Format, Source, Texts, Tokens, detect, read_row
+from hscache.corpus.origin import origin
 from hscache.corpus.readers import read_sample
 from hscache.corpus.writer import CorpusReport, CorpusWriter
 from hscache.errors import EnvironmentFault, InputError
@@ -129,7 +130,7 @@ def tokenize_files(inputs: list[Path], target: Path, out: Path, options: Tokeniz
     maker = _SampleMaker(tokenizer, end_token_ids(target.expanduser(), tokenizer), _vocab_size(target), options)
     files = [file for path in inputs for file in find_files(path)]
     names = file_names(files)
-    with CorpusWriter(out) as writer:
+    with CorpusWriter(out, origin(target, "tokenize")) as writer:
         for file in files:
             maker.write(file, names[file], writer)
     maker.say_notes(writer.report)

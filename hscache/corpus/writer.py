@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from hscache import console
+from hscache.corpus.origin import Origin, with_origin
 from hscache.corpus.readers import CORPUS_SCHEMA
 from hscache.errors import ConflictError, InputError
 from hscache.rows import count_supervised
@@ -77,19 +78,21 @@ class CorpusWriter:
 
     Args:
         out: Parquet file to write.
+        made: Record of the target, :func:`hscache.corpus.origin.origin`; None for none.
 
     Raises:
         InputError: ``corpus-format`` for another suffix than ``.parquet``; ``corpus-empty`` at the end.
         ConflictError: ``corpus-exists``.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, made: Origin | None = None) -> None:
         if out.suffix != ".parquet":  # a build recognises a corpus by its suffix
             hint = f"--out {out.with_suffix('.parquet')}"
             raise InputError("corpus-format", f"{out}: a corpus can only be written as .parquet", hint=hint)
         if out.exists():
             raise ConflictError("corpus-exists", f"{out} exists", hint="remove it or choose another --out")
         out.parent.mkdir(parents=True, exist_ok=True)
+        self._schema = with_origin(CORPUS_SCHEMA, made)
         self._out, self._partial = out, out.with_name(out.name + ".partial")
         self._writer: pq.ParquetWriter | None = None
         self._rows: list[dict[str, Any]] = []
@@ -168,9 +171,9 @@ class CorpusWriter:
         if self._rows:
             if self._writer is None:
                 self._writer = pq.ParquetWriter(
-                    self._partial, CORPUS_SCHEMA, compression="zstd", write_page_checksum=True
+                    self._partial, self._schema, compression="zstd", write_page_checksum=True
                 )
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=CORPUS_SCHEMA))
+            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
             self._rows = []
 
 
