@@ -36,7 +36,7 @@ from hscache.corpus.origin import origin
 from hscache.corpus.readers import read_sample
 from hscache.corpus.writer import CorpusReport, CorpusWriter
 from hscache.errors import EnvironmentFault, InputError
-from hscache.model.facts import end_token_ids, text_config
+from hscache.model.facts import config_shape, end_token_ids
 from hscache.rows import Reject
 
 REASONS: dict[str, str] = {
@@ -436,7 +436,5 @@ def _text(value: object) -> str | None:
 
 def _vocab_size(target: Path) -> int | None:
     """Return the rows of the target's embedding; None when the directory has no config."""
-    if not (target.expanduser() / "config.json").is_file():
-        return None
-    size = text_config(target.expanduser()).get("vocab_size")
-    return size if isinstance(size, int) else None
+    directory = target.expanduser()
+    return config_shape(directory).vocab_size if (directory / "config.json").is_file() else None

@@ -25,6 +25,7 @@ from hscache.manifest import (
     TargetSpec,
 )
 
+_SHAPE_KEYS = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "vocab_size": "vocab_size"}
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model",
@@ -65,21 +66,33 @@ def resolve_path(spec: TargetSpec, *, download: bool) -> Path | None:
         ) from error
 
 
-def text_config(directory: Path) -> dict[str, Any]:
-    """Return the language model's part of ``config.json``; a vision-language config nests it in ``text_config``.
+def config_shape(directory: Path) -> TargetShape:
+    """Return layers, width and vocabulary of a checkpoint's language model.
+
+    They are in ``config.json``, or in its ``text_config`` where the language model is a part. Where one is missing,
+    because the family has a default or another name for it, transformers' class of the config decides.
 
     Raises:
         EnvironmentFault: ``target-config``.
     """
+    path = directory / "config.json"
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        return {**config, **config.get("text_config", {})}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise EnvironmentFault("target-config", f"{directory}/config.json: {error}") from error
+        config = json.loads(path.read_text(encoding="utf-8"))
+        text = config.get("text_config", config)
+        found = {name: text.get(key) for name, key in _SHAPE_KEYS.items()}
+        if None in found.values():
+            from transformers import AutoConfig  # seconds; the usual config needs none of it
+
+            read = AutoConfig.from_pretrained(str(directory)).get_text_config()
+            found = {name: getattr(read, key) for name, key in _SHAPE_KEYS.items()}
+        return TargetShape(**found)
+    except Exception as error:  # config classes of transformers raise many kinds
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise EnvironmentFault("target-config", f"{path}: no shape of a language model can be read: {what}") from error
 
 
 def read_shape(spec: TargetSpec, directory: Path | None) -> TargetShape:
-    """Return layers, width and vocabulary from the checkpoint's config, or as declared when there is no checkpoint.
+    """Return a target's shape from the checkpoint's config, or as declared when there is no checkpoint.
 
     Raises:
         ConfigError: ``target-facts-mismatch`` when both exist and differ.
@@ -93,13 +106,7 @@ def read_shape(spec: TargetSpec, directory: Path | None) -> TargetShape:
                 hint="--set target.path=DIR, or declare target.shape to plan without weights",
             )
         return spec.shape
-    config = text_config(directory)
-    try:
-        found = TargetShape(
-            num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"], vocab_size=config["vocab_size"]
-        )
-    except (KeyError, ValueError, TypeError) as error:
-        raise EnvironmentFault("target-config", f"{directory}/config.json: {error} is missing or wrong") from error
+    found = config_shape(directory)
     if spec.shape is not None and spec.shape != found:
         differing = [
             f"{name}: manifest {value}, checkpoint {getattr(found, name)}"

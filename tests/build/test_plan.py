@@ -15,12 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from hscache.build.plan import REASONS, WINDOW_ROWS, Plan, array_bytes, make_plan, manifest_specs
 from hscache.corpus.readers import read_corpus
 from hscache.errors import ConfigError, EnvironmentFault, InputError
 from hscache.manifest import BuildManifest, TargetShape
-from hscache.model.facts import read_shape, resolve_path, resolve_taps
+from hscache.model.facts import config_shape, read_shape, resolve_path, resolve_taps
 from hscache.rows import Reject, Sample, count_supervised, supervised_positions
 from hscache.store.layout import data_file_name
 from hscache.store.shard_writer import ShardWriter
@@ -333,6 +334,21 @@ def test_shape_is_read_from_a_plain_or_nested_config_and_compared(tmp_path: Path
         read_shape(spec, config(tmp_path / "other", **{**FACTS, "hidden_size": 16}))
     assert caught.value.code == "target-facts-mismatch"
     assert "hidden_size: manifest 8, checkpoint 16" in caught.value.message
+
+
+def test_defaults_and_other_names_of_a_family_are_read_by_its_class(tmp_path: Path) -> None:
+    """As a released checkpoint may leave them out; the folder's own number of another part is not the answer."""
+    partial = config(tmp_path / "part", model_type="qwen3_5", vocab_size=9, text_config={"hidden_size": 16})
+    theirs = AutoConfig.from_pretrained(str(partial)).get_text_config()
+    found = config_shape(partial)
+    assert found.hidden_size == 16
+    assert (found.num_layers, found.vocab_size) == (theirs.num_hidden_layers, theirs.vocab_size)
+    assert found.vocab_size != 9
+    renamed = config(tmp_path / "gpt2", model_type="gpt2", n_layer=3, n_embd=12, vocab_size=40)
+    assert config_shape(renamed) == TargetShape(num_layers=3, hidden_size=12, vocab_size=40)
+    spec = little_manifest(target={"path": str(partial)}).target
+    with pytest.raises(ConfigError, match="hidden_size: manifest 8, checkpoint 16"):
+        read_shape(spec, partial)
 
 
 @pytest.mark.parametrize(
