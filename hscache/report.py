@@ -213,6 +213,7 @@ def print_info(info: dict[str, Any]) -> None:
     pairs: list[tuple[str, object]] = [
         ("target", f"{target['path']} ({shape})"),
         ("states", f"taps {info['taps']}, final state {'yes' if info['final_state'] else 'no'}, logits {logits}"),
+        ("context", f"{len(info['taps']) * target['hidden_size']:,} numbers per token, the drafter's input"),
         ("corpus", f"{corpus['path']}, {corpus['rows']:,} rows{_MADE.get(info['created'].get('corpus'), '')}"),
         ("samples", f"{info['samples']:,} ({_rejected(info['rejected'])})"),
         ("tokens", f"{info['tokens']:,}, {info['loss_tokens']:,} supervised"),

@@ -266,16 +266,6 @@ def test_info_of_an_unfinished_store_says_so(run: Any, tmp_path: Path, shards: l
     assert f"{len(shards)} of 3" in answer.out
 
 
-def test_hstrain_reads_the_same_store(little: Little, capsys: pytest.CaptureFixture[str]) -> None:
-    from hstrain.cli import training_facts
-
-    facts = training_facts(little.path)
-    assert (facts["samples"], facts["taps"], facts["context_width"]) == (5, [0, 2, 3], 24)
-    assert facts["losses"] == ["ce", "ce-argmax", "kl-topk", "kl-exact", "tv"]
-    assert facts["complete"]
-    assert capsys.readouterr().out == ""
-
-
 SCRIPT = "import sys; from hscache.cli import main; main()"
 
 

@@ -56,33 +56,6 @@ StoreOption = Annotated[Path, typer.Option("--store", help="Store that holds the
 
 
 @app.command()
-def inspect(
-    store: Annotated[Path, typer.Argument(help="Store directory.")],
-    json: Json = False,
-) -> None:
-    """Show what a drafter can be trained on from a store: context taps, target head, losses, tokens.
-
-    Example: hstrain inspect runs/demo/store
-    """
-    numbers = training_facts(store)
-    if json:
-        emit_json(numbers)
-        return
-    head, complete = numbers["head"], numbers["complete"]
-    facts(
-        f"{store}: {'' if complete else 'once it is complete, '}a drafter can be trained on",
-        [
-            ("complete", "yes" if complete else "no: hscache build completes it"),
-            ("context", f"taps {numbers['taps']}, {numbers['context_width']} numbers per token"),
-            ("samples", f"{numbers['samples']:,}, {numbers['tokens']:,} tokens, {numbers['loss_tokens']:,} supervised"),
-            ("head", f"[{head['vocab_size']}, {head['hidden_size']}] {head['dtype']}, tied {head['tied']}"),
-            ("norm", f"scales by {head['norm_kind']}"),
-            ("losses", ", ".join(numbers["losses"])),
-        ],
-    )
-
-
-@app.command()
 def config(manifest: Manifest, set_: Set = None) -> None:
     """Print the resolved training manifest, every default written out.
 
@@ -404,37 +377,6 @@ def _print_estimate(numbers: dict[str, Any]) -> None:
             ("time", f"{numbers['seconds_a_step']:.2f} s a step, {hours} without validation"),
         ],
     )
-
-
-def training_facts(store: Path) -> dict[str, Any]:
-    """Return what a store offers a trainer, as plain JSON; the head is loaded, the target never.
-
-    Raises:
-        HscacheError: When the store or its ``target/`` cannot be used.
-    """
-    import hscache
-    from hscache.store.head import load_head
-    from hscache.store.layout import StorePaths
-    from hstrain.drafter.losses import NEEDS
-
-    opened = hscache.open(store)
-    head = load_head(StorePaths(store).target)
-    return {
-        "samples": len(opened),
-        "complete": opened.complete,
-        "tokens": int(opened.n_tokens.sum()),
-        "loss_tokens": int(opened.n_loss.sum()),
-        "taps": opened.taps,
-        "context_width": len(opened.taps) * head.embed.shape[1],
-        "head": {
-            "vocab_size": head.lm_head.shape[0],
-            "hidden_size": head.lm_head.shape[1],
-            "dtype": str(head.lm_head.dtype).removeprefix("torch."),
-            "tied": head.facts["tied"],
-            "norm_kind": head.facts["norm_kind"],
-        },
-        "losses": [kind for kind, array in NEEDS.items() if array is None or array in opened.specs],
-    }
 
 
 def main() -> None:
