@@ -65,7 +65,9 @@ def find_files(path: Path) -> list[Path]:
     """Return the files that a path means, in the order in which they are read.
 
     Args:
-        path: A file; a folder, for the files in it; or a pattern such as ``data/*.jsonl`` or ``data/**/*.parquet``.
+        path: A file; a folder, for the files in it; a pattern such as ``data/*.jsonl`` or ``data/**/*.parquet``; or
+            ``owner/name`` of a dataset whose snapshot the hub's local cache has, or a pattern inside it, such as
+            ``owner/name/data/train-*``.
 
     Raises:
         InputError: ``corpus-missing``, ``corpus-format``, ``corpus-truncated``.
@@ -77,8 +79,9 @@ def find_files(path: Path) -> list[Path]:
         found = [path]
     else:
         matches = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        matches = matches or _cached_dataset(path)
         if not matches:
-            what = f"{path}: no such file or folder, and nothing matches it as a pattern"
+            what = f"{path}: no such file or folder, no pattern of any, and no dataset in the hub's local cache"
             raise InputError("corpus-missing", what, hint="hscache tokenize or hscache generate makes a corpus")
         folders = [match for match in matches if match.is_dir() and (match / "state.json").exists()]
         inside = [file for folder in folders for file in _files_in(folder)]
@@ -90,6 +93,20 @@ def find_files(path: Path) -> list[Path]:
             hint="hscache tokenize turns chat messages and prompt+completion files into a corpus",
         )
     return found
+
+
+def _cached_dataset(path: Path) -> list[Path]:
+    """Return the files of a dataset repository in the hub's local cache that ``owner/name[/pattern]`` means."""
+    if len(path.parts) < 2 or path.is_absolute():
+        return []
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download("/".join(path.parts[:2]), repo_type="dataset", local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return []
+    return list(folder.glob("/".join(path.parts[2:]) or "**/*"))
 
 
 def read_objects(path: Path, *, columns: Collection[str] | None = None, arrays: bool = False) -> Iterator[Row]:
