@@ -194,7 +194,8 @@ def speculate(
 
     Example: hstrain speculate runs/demo/drafter --store runs/demo/store --target DIR --prompts prompts.jsonl
     """
-    from hstrain.exchange.importer import open_drafter
+    import hscache
+    from hstrain.exchange.importer import open_drafter, warn_of_other_target
     from hstrain.live.server import Server
     from hstrain.live.speculate import print_speculation, speculate_prompts
     from hstrain.live.target import Sampling
@@ -204,7 +205,8 @@ def speculate(
         raise typer.BadParameter("--reference-model needs --reference")
     _check_writable(out, plot)
     head = _head(store)
-    drafter, _ = open_drafter(checkpoint, head)
+    drafter, facts = open_drafter(checkpoint, head)
+    warn_of_other_target(checkpoint, facts, hscache.open(store))
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     server = None if reference is None else Server(reference, reference_model)
     found = speculate_prompts(
@@ -256,16 +258,21 @@ def export(
     """
     from dataclasses import asdict
 
+    from hscache.errors import ConflictError
     from hscache.store.index import read_manifest
     from hstrain.exchange.export import export_drafter
-    from hstrain.exchange.importer import open_drafter
+    from hstrain.exchange.importer import open_drafter, target_differences
 
-    head = _head(store)
+    head, manifest = _head(store), read_manifest(store)
     drafter, facts = open_drafter(checkpoint, head)
     provenance = facts.get("provenance", {})
+    if parts := target_differences(facts, manifest):
+        there = provenance["store"]["target"]
+        what = f"{checkpoint} was trained for {there}: its {' and '.join(parts)} differ from those of {store}"
+        raise ConflictError("target-other", what, hint="give a store of the target that the drafter was trained for")
     # a released drafter may name its target; if not, take the target of the store whose head it fits
     named = provenance["store"]["target"] if provenance else facts["imported"].verifier
-    target = named or read_manifest(store)["manifest"]["target"]["path"]
+    target = named or manifest["manifest"]["target"]["path"]
     card = {"target": target, "checkpoint": facts["path"], **provenance}
     done = export_drafter(format_, drafter, head, out, provenance=card, dtype=dtype)
     if json:

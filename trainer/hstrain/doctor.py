@@ -23,6 +23,7 @@ from hscache.distance import SAME_NORM, compare, same_mean
 from hscache.store.head import load_head
 from hscache.store.layout import StorePaths
 from hscache.store.reader import Store
+from hstrain.data.anchors import sample_with
 from hstrain.exchange.importer import open_drafter
 from hstrain.exchange.layouts import Released
 from hstrain.run.checkpoint import store_facts
@@ -102,7 +103,7 @@ def diagnose(
     before: Mapping[str, Any] = known.get("provenance", {}).get("store", {})
     live = _live(target, store, config.taps, dtype, device) if target is not None else {}
     shape, mask = store.manifest["target"]["shape"], config.mask_token_id
-    used = _sample_with(store, mask)
+    used = sample_with(store, mask)
     wanted = {
         "num_layers": config.num_target_layers,
         "hidden_size": config.hidden_size,
@@ -184,14 +185,6 @@ def _apart(stored_TLH: Tensor, fresh_TLH: Tensor, taps: tuple[int, ...], codec: 
     turned, grown = float(turned_L[worst]), float(grown_L[worst])
     same = turned < limit and abs(grown - 1) < SAME_NORM
     return f"1-cos {turned:.1e}, norms {grown:.3f} times those stored, at tap {taps[worst]}", same
-
-
-def _sample_with(store: Store, token: int) -> str | None:
-    """Return the first stored sample that contains a token, in words; only the first 256 are read."""
-    for i in range(min(len(store), 256)):
-        if bool(torch.any(store.sample(i, taps=store.taps[:1]).input_ids == token)):
-            return f"in sample {store.sample_ids[i]!r}"
-    return None
 
 
 def _weights(released: Released | None, trained: object, store: object, live: object) -> Fact:

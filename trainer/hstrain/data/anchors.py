@@ -8,16 +8,29 @@ all tokens from the anchor on are supervised: a block ends with the target's tur
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from hscache.errors import IntegrityError
 from hscache.rows import supervised_positions
+from hscache.store.reader import Store
 
 
 def random_of(*key: object) -> np.random.Generator:
     """Return a generator that depends only on the parts of the key, on every machine."""
     return np.random.default_rng(xxhash.xxh3_64_intdigest("\0".join(map(str, key)).encode()))
+
+
+def sample_with(store: Store, token: int) -> str | None:
+    """Return the first stored sample that contains a token, in words; only the first 256 that can be read count."""
+    for i in range(min(len(store), 256)):
+        with suppress(IntegrityError):
+            if token in store.input_ids(i):
+                return f"in sample {store.sample_ids[i]!r}"
+    return None
 
 
 def anchor_candidates(loss_mask: NDArray[np.uint8]) -> NDArray[np.int64]:

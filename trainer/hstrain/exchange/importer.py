@@ -41,6 +41,7 @@ _OF_TARGET = {
 }
 """Weights of the target that speculators' files may contain -> their names in :class:`TargetHead`."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FAST = "size-mtime:"
 
 
 def open_drafter(
@@ -99,6 +100,42 @@ def check_store(path: Path, config: DrafterConfig, store: Store) -> None:
             f"{path} reads taps {list(config.taps)}, of which {store.path} lacks {missing}: it has {list(store.taps)}",
             hint=f"build a store with states.taps = {list(config.taps)}",
         )
+
+
+def target_differences(facts: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+    """Return in what the target that a drafter of ours was trained for differs from a store's: weights, tokenizer.
+
+    Args:
+        facts: As :func:`open_drafter` returns them; those of a released drafter know no target.
+        manifest: Content of the store's ``manifest.json``.
+    """
+    before: Mapping[str, Any] = facts.get("provenance", {}).get("store", {})
+    return [
+        part
+        for part in ("weights", "tokenizer")
+        if part in before and not _same_files(before[part], manifest["target"][part])
+    ]
+
+
+def warn_of_other_target(path: Path, facts: Mapping[str, Any], store: Store) -> None:
+    """Report a drafter that was trained for another target of the same shape than a store's."""
+    if parts := target_differences(facts, store.manifest):
+        there = facts["provenance"]["store"]["target"]
+        say(f"warning: {path} was trained for another target, {there}: its {' and '.join(parts)} differ from those of "
+            f"{store.path}; acceptance falls, at worst to chance")  # fmt: skip
+
+
+def _same_files(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Compare digests of files by name; a size with a time, of ``build --fast-digest``, shows only another size."""
+    if one.keys() != other.keys():
+        return False
+    pairs = [(one[name], other[name]) for name in one]
+    fast = [[digest.removeprefix(_FAST).split("-")[0] for digest in pair] for pair in pairs if all(map(_is_fast, pair))]
+    return all(a == b for a, b in fast) and all(a == b for a, b in pairs if not _is_fast(a) and not _is_fast(b))
+
+
+def _is_fast(digest: str) -> bool:
+    return digest.startswith(_FAST)
 
 
 def import_drafter(

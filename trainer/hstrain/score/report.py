@@ -27,7 +27,7 @@ from hstrain.data.packs import split
 from hstrain.drafter.attention import Backend
 from hstrain.drafter.losses import Head
 from hstrain.drafter.model import Drafter
-from hstrain.exchange.importer import CONFIG_FILE, check_store, open_drafter
+from hstrain.exchange.importer import CONFIG_FILE, check_store, open_drafter, warn_of_other_target
 from hstrain.run.checkpoint import load_drafter, weights_digest
 from hstrain.score.ddtree import SIZES
 from hstrain.score.walk import SampleScore, by_tag, difference, score_store, summarise
@@ -77,6 +77,7 @@ def evaluate(
         for path, past in zip(checkpoints, pasts, strict=True):
             drafter, facts = open_drafter(path, target)
             check_store(path, drafter.config, store)
+            warn_of_other_target(path, facts, store)
             numbers = _numbers(store, share, samples)
             say(f"{path} on {store_path}: {len(numbers)} samples")
             scores = _score(drafter, head, store, numbers)

@@ -17,6 +17,7 @@ from torch import Tensor
 from hscache import __version__
 from hscache.console import Interrupted, duration, say, stop_on_signal
 from hscache.errors import EnvironmentFault, InputError, IntegrityError, TrainingFault
+from hstrain.data.anchors import sample_with
 from hstrain.data.packs import Pack
 from hstrain.manifest import TrainManifest, with_precision
 from hstrain.run import checkpoint as ckpt
@@ -195,6 +196,10 @@ class _Run:
         self.start = world.on_main(lambda: run_folder.claim_run(self.paths, self._document() | begun).get("start"))
         if newest is None:
             t.distribute()
+            mask = t.config.mask_token_id
+            if self.main and (where := sample_with(t.store, mask)):
+                say(f"warning: the mask token {mask} is {where}: there, drafted slots look like text; set "
+                    "drafter.mask_token_id to a token that no text has")  # fmt: skip
             if self.main and self.start is not None:
                 say(f"starting from the weights of {self.start['path']}")
             world.on_main(lambda: self._forget_after(-1))

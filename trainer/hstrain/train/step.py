@@ -26,7 +26,7 @@ from hstrain.data.packs import Pack, PackShape, PackStream, Schedule, split
 from hstrain.drafter.attention import Backend
 from hstrain.drafter.losses import NEEDS, BlockLoss, Head, head_loss, logit_std
 from hstrain.drafter.model import Drafter, block_inputs, initialise
-from hstrain.exchange.importer import open_drafter
+from hstrain.exchange.importer import open_drafter, warn_of_other_target
 from hstrain.manifest import TrainManifest, check_start, drafter_in, with_precision
 from hstrain.run.checkpoint import weights_digest
 from hstrain.score.walk import by_tag, score_store, summarise
@@ -120,6 +120,8 @@ class Trainer:
         path = Path(self.manifest.drafter.start).expanduser()
         drafter, facts = open_drafter(path, load_head(StorePaths(self.store.path).target), quiet=not self.world.main)
         check_start(path, drafter.config, self.config)
+        if self.world.main:
+            warn_of_other_target(path, facts, self.store)
         weights = drafter.state_dict()
         self.drafter.load_state_dict(weights)
         before = facts.get("provenance", {}).get("start")
