@@ -14,14 +14,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hscache.errors import EnvironmentFault, HscacheError
+from hscache.errors import ConfigError, EnvironmentFault, HscacheError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -293,15 +293,30 @@ def command_line(name: str, purpose: str) -> Typer:
     return app
 
 
-def run_command(command: Callable[[], object]) -> None:
-    """Run a command line; an error becomes one message, a hint and an exit status.
+def _call(command: Typer) -> int:
+    """Run a command line and return its status.
 
-    Args:
-        command: A typer application; it ends the process itself on success and on wrong usage.
+    Raises:
+        ConfigError: ``usage``.
     """
+    from typer import BadParameter
+
+    usage_error: Any = BadParameter.__base__  # its module is private
+    try:
+        return command(standalone_mode=False) or 0
+    except usage_error as error:
+        if error.ctx is not None and error.message == error.ctx.get_help():
+            say(error.message)  # no argument was given at all
+            return int(error.exit_code)
+        hint = f"{error.ctx.command_path if error.ctx else Path(sys.argv[0]).name} --help"
+        raise ConfigError("usage", error.format_message(), hint=hint) from error
+
+
+def run_command(command: Typer) -> None:
+    """Run a command line; an error becomes one message, a hint and an exit status."""
     status: str | int | None = 0
     try:
-        command()
+        status = _call(command)
     except SystemExit as stop:
         # typer treats it as a failure when the reader of our output closes the pipe early
         status = 0 if isinstance(stop.__context__, BrokenPipeError) else stop.code

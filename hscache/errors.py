@@ -11,6 +11,7 @@ from typing import ClassVar
 
 CODES: dict[str, str] = {
     # config
+    "usage": "a command, option or argument that does not exist, is missing, or has a value of the wrong kind",
     "manifest-missing": "the manifest file does not exist",
     "manifest-syntax": "the manifest is not valid TOML",
     "manifest-unknown-key": "the manifest has an unknown key",

@@ -65,7 +65,8 @@ def test_version_and_help(run: Any) -> None:
 def test_wrong_usage_exits_with_2_and_says_so_on_stderr(run: Any, arguments: list[str]) -> None:
     answer = run(*arguments)
     assert (answer.status, answer.out) == (2, "")
-    assert "Error" in answer.err
+    assert answer.err.startswith("error[usage]: ")
+    assert "\nhint: " in answer.err
 
 
 def test_config_prints_a_manifest_that_loads_again(run: Any, tmp_path: Path) -> None:

@@ -6,12 +6,25 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from hscache.console import Progress, counts, duration, emit_json, facts, figures, run_command, say, size, table
+from hscache.console import (
+    Progress,
+    command_line,
+    counts,
+    duration,
+    emit_json,
+    facts,
+    figures,
+    run_command,
+    say,
+    size,
+    table,
+)
 from hscache.errors import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -105,17 +118,22 @@ def test_a_reader_that_had_enough_is_no_failure(arguments: list[str], lines: int
     assert (process.returncode, "Exception" in said) == (0, False), said
 
 
-def raising(error: BaseException) -> Callable[[], object]:
-    def command() -> None:
+def raising(error: BaseException) -> Any:
+    app = command_line("x", "Raises an error.")
+
+    @app.command()
+    def run() -> None:
         raise error
 
-    return command
+    return app
 
 
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
         (SystemExit(1), 1, ""),
+        (typer.Exit(1), 1, ""),
+        (typer.BadParameter("no"), 2, "error[usage]: Invalid value: no\nhint: "),
         (BrokenPipeError(), 0, ""),
         (InputError("corpus-empty", "nothing", hint="more"), 2, "error[corpus-empty]: nothing\nhint: more\n"),
         (OSError(28, "No space left on device"), 3, "error[disk-error]: [Errno 28] No space left on device\n"),
@@ -124,8 +142,13 @@ def raising(error: BaseException) -> Callable[[], object]:
     ],
 )
 def test_every_end_of_a_command_has_its_status(
-    error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    status: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "run"])
     with pytest.raises(SystemExit) as stop:
         run_command(raising(error))
     assert (stop.value.code, said in capsys.readouterr().err) == (status, True)

@@ -398,7 +398,8 @@ def load_tokenizer(target: Path) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(target))
     except Exception as error:  # a malformed tokenizer.json raises KeyError, TypeError or a bare Exception from Rust
-        what = f"{target}: no tokenizer can be loaded: {type(error).__name__}: {error}"
+        first = (str(error).splitlines() or [""])[0]
+        what = f"{target}: no tokenizer can be loaded: {type(error).__name__}: {first}"
         raise EnvironmentFault("target-missing", what, hint=hint) from error
     # for some families transformers replaces missing files by an empty tokenizer, which encodes every text to nothing
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():

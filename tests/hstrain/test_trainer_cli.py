@@ -78,7 +78,8 @@ def test_help_loads_nothing_heavy() -> None:
 def test_wrong_usage_exits_with_2_and_says_so_on_stderr(hstrain: Any, arguments: list[str]) -> None:
     answer = hstrain(*arguments)
     assert (answer.status, answer.out) == (2, "")
-    assert "Error" in answer.err
+    assert answer.err.startswith("error[usage]: ")
+    assert "\nhint: " in answer.err
 
 
 @pytest.mark.parametrize("name", ["fit", "eval"])
