@@ -99,6 +99,7 @@ def tokenize(
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompts: Annotated[list[Path], typer.Argument(help="JSONL(.gz) or parquet files with prompts.")],
     target: TargetOption,
     out: Output,
@@ -112,16 +113,34 @@ def generate(
     chat_template_kwargs: TemplateKwargs = None,
     dtype: DtypeOption = "auto",
     device: Annotated[str | None, typer.Option(help="Such as cuda:0; default: CUDA if there is one.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="Server that runs the target: vLLM, SGLang or llama.cpp.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The server's name of the target; default: its only model.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests that the server gets at once.")] = 8,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for an answer of the server.")] = 600.0,
     json: Json = False,
 ) -> None:
     """Let the target write the completions that a drafter will be trained on; run again to resume after a stop.
 
+    With --endpoint http://localhost:8000 a server runs it; HSCACHE_API_KEY or OPENAI_API_KEY is sent as its key.
+
     Example: hscache generate prompts.jsonl --target ~/models/SmolLM2-135M-Instruct -o corpus.parquet --limit 24
     """
+    from hscache.corpus.endpoint import Server
     from hscache.corpus.generate import Sampling, generate_corpus
 
+    for name in ("model", "concurrency", "timeout") if endpoint is None else ("batch_size", "dtype", "device"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option} needs --endpoint" if endpoint is None else f"{option} and --endpoint: "
+                                     "the server decides how the target runs")  # fmt: skip
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    with resumable("the completed batches are kept"):
+    server = None if endpoint is None else Server(endpoint, model, timeout_s=timeout)
+    if server is not None:
+        say(server.describe())
+    with resumable("the completed prompts are kept"):
         report = generate_corpus(
             prompts,
             target,
@@ -133,6 +152,8 @@ def generate(
             template_kwargs=chat_template_kwargs,
             dtype=dtype,
             device=device,
+            server=server,
+            concurrency=concurrency,
         )
     if json:
         emit_json(report.to_json())

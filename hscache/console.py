@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -238,7 +239,8 @@ def resumable(kept: str, *, quiet: bool = False) -> Iterator[None]:
         yield
     except Interrupted as stop:
         if not quiet:
-            command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+            words = [re.sub(r"^(https?://)\S*@", r"\1", word) for word in sys.argv[1:]]  # without a password
+            command = shlex.join([Path(sys.argv[0]).name, *words])
             say(f"{stop}: {kept}. To resume:\n  {command}")
         raise SystemExit(128 + stop.signum) from None
 

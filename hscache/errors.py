@@ -27,7 +27,7 @@ CODES: dict[str, str] = {
     "kernel-choice": "a kernel choice or op that does not exist, or that no package implements for this model",
     "server-url": "the address of the serving engine is not a valid URL",
     "server-key": "the API key for the serving engine has characters that an HTTP header cannot carry",
-    "server-model": "the serving engine has several models, or none, and the command names none",
+    "server-model": "the serving engine does not have the model, or has several or none and the command names none",
     "reference-sampled": "reference texts are greedy, but sampling was asked for",
     # input
     "corpus-missing": "the corpus does not exist",
@@ -71,6 +71,7 @@ CODES: dict[str, str] = {
     "server-unreachable": "nothing answers at the address of a serving engine, or the connection broke",
     "server-timeout": "the serving engine took too long to answer",
     "server-refused": "the serving engine answered with an HTTP status other than 200",
+    "server-other-target": "the serving engine's answers do not fit the target's tokenizer",
     "server-answer": "the serving engine's answer does not follow OpenAI's API, or it completed no prompt",
     # integrity
     "store-converted": "a store made by convert has damage that only its source store can repair",

@@ -7,29 +7,34 @@ hundred differ, since batch and single forward round differently.
 
 Batches and their seeds depend only on the prompts, and each finished batch is saved beside the future corpus. A run
 that was stopped or killed therefore resumes with the next batch and ends with the same corpus.
+
+With a serving engine (:mod:`hscache.corpus.endpoint`) the prompts are rendered here all the same, and the engine gets
+their ids; of the target's directory only the configuration and the tokenizer are read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hscache.console import Interrupted, Progress, say, stop_on_signal
+from hscache.console import Progress, check_stop, say, stop_on_signal
 from hscache.corpus.boundaries import Encoder
 from hscache.corpus.chat import ChatTemplate, Conversation, RowFault, conversation
 from hscache.corpus.containers import find_files, read_file
+from hscache.corpus.endpoint import AnswerCheck, PromptFault, Server, ask
 from hscache.corpus.formats import read_prompt
 from hscache.corpus.origin import origin
 from hscache.corpus.tokenize import file_names, load_tokenizer, row_id
 from hscache.corpus.writer import CorpusReport, CorpusWriter, Journal, journal_path
 from hscache.device import Dtype, pick_device, pick_dtype
 from hscache.errors import EnvironmentFault
-from hscache.model.facts import end_token_ids, file_digests
+from hscache.model.facts import end_token_ids, file_digests, tokenizer_files
 from hscache.store.durable import disk_errors
 
 if TYPE_CHECKING:
@@ -42,9 +47,9 @@ REASONS: dict[str, str] = {
     "empty-prompt": "the prompt has no tokens",
     "template-refused": "the chat template raises an error on this row",
     "empty-completion": "the target wrote nothing but an end token",
-    "too-long": "prompt and completion do not fit into the target's positions",
+    "too-long": "prompt and completion do not fit into the target's positions, or into the server's context",
 }
-"""Why ``generate`` rejects a row."""
+"""Why ``generate`` rejects a row; :data:`hscache.corpus.endpoint.REASONS` has those of a serving engine."""
 _WINDOW_BATCHES = 16
 _FULL_BATCH_TOKENS = 256
 """Prompts up to this length are decoded in batches of the full ``batch_size``."""
@@ -54,6 +59,10 @@ _OTHER_SETTINGS = {
     "transformers_version", "_from_model_config",
 }  # fmt: skip
 """Fields of a generation config that do not say how the next token is chosen, or that ``generate`` keeps."""
+_NOTES = {
+    "end_added": "completions got the end token that the server left out of the ids: {n}",
+    "from_text": "completions tokenized from the server's text, because it gives no ids: {n}",
+}
 Reject = Callable[[str, int, str, str], None]
 
 
@@ -65,7 +74,7 @@ class Sampling:
         max_new_tokens: Maximum number of tokens of a completion.
         temperature: 0 for greedy.
         top_p: Nucleus when sampling.
-        seed: Seed of the sampling, per batch; 0 to 2**32 - 1.
+        seed: Seed of the sampling, from which each batch or request gets its own; 0 to 2**32 - 1.
     """
 
     max_new_tokens: int = 256
@@ -105,146 +114,156 @@ def generate_corpus(
     template_kwargs: Mapping[str, Any] | None = None,
     dtype: Dtype = "auto",
     device: str | None = None,
+    server: Server | None = None,
+    concurrency: int = 8,
 ) -> CorpusReport:
     """Let the target complete prompts and write the corpus, or finish an interrupted run.
 
     Args:
         prompts: JSONL(.gz) or parquet files with ``prompt`` (text or messages), ``messages`` or ``turns`` (the first).
-        target: Checkpoint directory.
-        out: Parquet corpus to write; until it is complete, finished batches are kept beside it in ``*.batches.jsonl``.
+        target: Checkpoint directory; with a server, its weights are not read.
+        out: Parquet corpus to write; until it is complete, finished prompts are kept beside it in ``*.batches.jsonl``.
         sampling: How tokens are chosen.
         raw: Continue texts as they are, without the chat template.
-        batch_size: Prompts decoded together.
+        batch_size: Prompts decoded together; not with a server.
         limit: First N prompts of each file.
         template_kwargs: Variables of the chat template; those of a row win.
-        dtype: Precision of the target; ``auto`` is bfloat16 where the device has it, else float32.
-        device: Such as ``cuda:0``; None for CUDA if there is one.
+        dtype: Precision of the target; ``auto`` is bfloat16 where the device has it, else float32; not with a server.
+        device: Such as ``cuda:0``; None for CUDA if there is one; not with a server.
+        server: A serving engine that runs the target; None to run it here.
+        concurrency: Requests that the server gets at once.
 
     Raises:
         InputError: ``corpus-missing``, ``corpus-format``, ``corpus-empty``, ``template-missing``,
             ``template-invalid``.
         ConflictError: ``corpus-exists``, ``corpus-begun``.
-        EnvironmentFault: ``target-missing``, ``target-keys``, ``disk-full``, ``disk-error``.
-        Interrupted: On the first SIGINT or SIGTERM, at the next batch.
+        EnvironmentFault: ``target-missing``, ``target-keys``, ``disk-full``, ``disk-error``; the errors of
+            :func:`hscache.corpus.endpoint.ask`.
+        Interrupted: On the first SIGINT or SIGTERM, at the next batch; with a server, soon.
     """
     target = target.expanduser()
     tokenizer = load_tokenizer(target)
-    made = origin(target, "generate")
+    positions, vocab_size = _limits(target)
+    made = origin(target, "generate", weights=server is None)  # a server's weights cannot be known
     with disk_errors(out), stop_on_signal() as stop, CorpusWriter(out, made) as writer:
         rows = read_prompts(prompts, tokenizer, writer.reject, raw=raw, limit=limit, template_kwargs=template_kwargs)
-        ready = _fitting(rows, target, sampling, writer.reject, stop)
+        room = positions if server is None or server.context is None else min(positions, server.context)
+        ready = _fitting(rows, room, sampling, writer.reject, stop)
         if not ready:
             return writer.report
-        where = pick_device(device)
-        precision = pick_dtype(dtype, where)
-        settings = _settings(ready, target, sampling, batch_size, precision, where)
+        ends, faults = end_token_ids(target, tokenizer), dict[int, PromptFault]()
+        settings = _settings(ready, target, sampling)
+        if server is None:
+            where = pick_device(device)
+            precision = pick_dtype(dtype, where)
+            settings |= {"batch_size": batch_size, "dtype": precision, "device": where.type}
+            settings |= file_digests(target, fast=True)["weights"]  # sha256 would cost minutes at each start
+        else:
+            settings |= {"server": server.kind, "model": server.model}
         with Journal(journal_path(out), settings) as journal:
-            n_tokens = sum(len(prompt.ids) for prompt in ready)
-            say(f"{len(ready)} prompts, {n_tokens:,} tokens; loading {target.name} ({precision})")
-            decoder = _Decoder(target, tokenizer, sampling, precision, where)
-            batches = list(_batches([len(prompt.ids) for prompt in ready], batch_size))
-            _complete(decoder, ready, batches, journal, stop)
-            for i, completion in _in_order(batches, journal.read()):
-                _write(writer, ready[i], completion, decoder.eos_ids)
+            n_tokens, n_done = sum(len(prompt.ids) for prompt in ready), sum(i in journal for i in range(len(ready)))
+            by = server.kind if server else f"loading {target.name} ({precision})"
+            say(f"{len(ready)} prompts, {n_tokens:,} tokens; {by}")
+            if n_done:
+                say(f"{n_done} of them were completed in an earlier run")
+            if server is None:
+                decoder = _Decoder(target, tokenizer, sampling, precision, where, ends)
+                _complete(decoder, ready, batch_size, journal, stop)
+            else:
+                check = AnswerCheck(tokenizer, ends, vocab_size, sampling.max_new_tokens)
+                ids = [prompt.ids for prompt in ready]
+                faults = ask(server, ids, sampling, check, journal, stop, concurrency=concurrency)
+            notes = _write(writer, ready, journal, faults, ends)
+            for note, n in sorted(notes.items()):
+                writer.report.note(**{note: n})
+                say(_NOTES[note].format(n=n))
             if not writer.report.samples:  # nothing worth keeping: another try may use other settings
                 journal.remove()
     journal_path(out).unlink(missing_ok=True)
     return writer.report
 
 
-def _fitting(
-    prompts: Iterable[Prompt], target: Path, sampling: Sampling, reject: Reject, stop: list[int]
-) -> list[Prompt]:
-    """Return the prompts whose completions fit into the target's positions."""
-    positions = _max_positions(target)
+def _fitting(prompts: Iterable[Prompt], room: int, sampling: Sampling, reject: Reject, stop: list[int]) -> list[Prompt]:
+    """Return the prompts that fit into ``room`` tokens with their completions."""
     ready = []
     for prompt in prompts:
-        if stop:
-            raise Interrupted(stop[0])
-        if len(prompt.ids) <= positions - sampling.max_new_tokens:
+        check_stop(stop)
+        if len(prompt.ids) <= room - sampling.max_new_tokens:
             ready.append(prompt)
         else:
-            detail = f"{len(prompt.ids)} prompt tokens, {positions} positions"
+            detail = f"{len(prompt.ids)} prompt tokens, {room} positions"
             reject(prompt.source, prompt.row, "too-long", detail)
     return ready
 
 
-def _max_positions(target: Path) -> int:
+def _limits(target: Path) -> tuple[int, int]:
+    """Return the target's positions, and the rows of its embedding."""
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(str(target)).get_text_config()
     except (OSError, ValueError) as error:
         raise EnvironmentFault("target-missing", f"{target}: transformers cannot load it: {error}") from error
-    return int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+    positions, rows = (getattr(config, name, None) for name in ("max_position_embeddings", "vocab_size"))
+    return int(positions or 1 << 30), int(rows or 1 << 30)
 
 
-def _settings(
-    ready: list[Prompt], target: Path, sampling: Sampling, batch_size: int, dtype: str, device: torch.device
-) -> dict[str, Any]:
-    """Return the settings that decide the completions: the first line of the journal."""
+def _settings(ready: list[Prompt], target: Path, sampling: Sampling) -> dict[str, Any]:
+    """Return the settings that decide the completions wherever they are made: the first line of the journal."""
     prompts = hashlib.sha256()
     for prompt in ready:
         prompts.update(json.dumps(list(asdict(prompt).values())).encode())
-    digests = file_digests(target, fast=True)  # sha256 of the weights would cost minutes at each start
-    config = target / "generation_config.json"
-    if config.is_file():
-        digests["generation"] = {config.name: hashlib.sha256(config.read_bytes()).hexdigest()}
+    files = [target / "config.json", target / "generation_config.json", *tokenizer_files(target)]
     return {
-        "generate": 1,
+        "generate": 2,
         "prompts": f"{len(ready)} of digest {prompts.hexdigest()[:16]}",
         **asdict(sampling),
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "device": device.type,
-        **{name: digest for files in digests.values() for name, digest in files.items()},
+        **{path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()},
     }
 
 
-def _complete(
-    decoder: _Decoder, ready: list[Prompt], batches: list[list[int]], journal: Journal, stop: list[int]
-) -> None:
+def _complete(decoder: _Decoder, ready: list[Prompt], batch_size: int, journal: Journal, stop: list[int]) -> None:
     """Decode the batches that the journal does not have."""
-    todo = range(journal.batches, len(batches))
-    n_todo = sum(len(batches[k]) for k in todo)
-    if n_todo < len(ready):
-        say(f"{len(ready) - n_todo} of them were completed in an earlier run")
-    progress = Progress("generate", n_todo, "prompts")
-    for k in todo:
-        if stop:
-            raise Interrupted(stop[0])
-        journal.append(decoder.decode(k, [ready[i].ids for i in batches[k]]))
-        progress.advance(len(batches[k]))
+    batches = enumerate(_batches([len(prompt.ids) for prompt in ready], batch_size))
+    todo = [(k, batch) for k, batch in batches if not all(i in journal for i in batch)]
+    progress = Progress("generate", sum(len(batch) for _, batch in todo), "prompts")
+    for k, batch in todo:
+        check_stop(stop)
+        journal.append(dict(zip(batch, decoder.decode(k, [ready[i].ids for i in batch]), strict=True)))
+        progress.advance(len(batch))
     progress.close()
 
 
-def _in_order(batches: list[list[int]], results: Iterable[list[list[int]]]) -> Iterator[tuple[int, list[int]]]:
-    """Yield number and completion of each prompt in the order of the input, buffering those that finish early."""
-    early: dict[int, list[int]] = {}
-    following = 0
-    for batch, completions in zip(batches, results, strict=True):
-        early.update(zip(batch, completions, strict=True))
-        while following in early:
-            yield following, early.pop(following)
-            following += 1
-
-
-def _write(writer: CorpusWriter, prompt: Prompt, completion: list[int], eos_ids: set[int]) -> None:
-    if not completion or completion[0] in eos_ids:
-        writer.reject(prompt.source, prompt.row, "empty-completion", f"{prompt.sample_id}: ended at once")
-    else:
+def _write(
+    writer: CorpusWriter, ready: list[Prompt], journal: Journal, faults: Mapping[int, PromptFault], ends: set[int]
+) -> Counter[str]:
+    """Write the corpus in the order of the prompts, and return the notes of its samples."""
+    counted: Counter[str] = Counter()
+    for i, prompt in enumerate(ready):
+        if i in faults:
+            detail = f"{prompt.sample_id}: {faults[i].detail}"
+            writer.reject(prompt.source, prompt.row, faults[i].reason, detail)
+            continue
+        completion, notes = journal.read(i)
+        if not completion or completion[0] in ends:
+            writer.reject(prompt.source, prompt.row, "empty-completion", f"{prompt.sample_id}: ended at once")
+            continue
+        counted.update(notes)
         writer.add(
             prompt.sample_id,
             prompt.ids + completion,
             [0] * len(prompt.ids) + [1] * len(completion),
             tag=prompt.tag,
             source=prompt.source,
-            finish_reason="stop" if completion[-1] in eos_ids else "length",
+            finish_reason="stop" if completion[-1] in ends else "length",
         )
+    return counted
 
 
 class _Decoder:
-    def __init__(self, target: Path, tokenizer: Any, sampling: Sampling, dtype: str, device: torch.device) -> None:
+    def __init__(
+        self, target: Path, tokenizer: Any, sampling: Sampling, dtype: str, device: torch.device, ends: set[int]
+    ) -> None:
         import torch
         import transformers
 
@@ -253,8 +272,8 @@ class _Decoder:
         model: Any = load_model(target, getattr(torch, dtype))[0].to(device)
         self._model, self._device, self._seed, self._torch = model, model.device, sampling.seed, torch
         theirs = model.generation_config
-        self.eos_ids = end_token_ids(target, tokenizer)
-        self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.eos_ids, default=0)
+        self._ends = ends
+        self._pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
         choice: dict[str, Any] = {"do_sample": False}
         if sampling.temperature > 0:  # top_k 0 turns it off; otherwise transformers uses 50
             choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
@@ -264,7 +283,7 @@ class _Decoder:
                 "have no effect")  # fmt: skip
         self._choice = transformers.GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=sorted(self.eos_ids) or None,
+            eos_token_id=sorted(ends) or None,
             pad_token_id=self._pad_id,
             **choice,
         )
@@ -286,7 +305,7 @@ class _Decoder:
         return [self._cut(row) for row in out[:, width:].tolist()]
 
     def _cut(self, ids: list[int]) -> list[int]:
-        end = next((i for i, token in enumerate(ids) if token in self.eos_ids), len(ids) - 1)
+        end = next((i for i, token in enumerate(ids) if token in self._ends), len(ids) - 1)
         return ids[: end + 1]
 
 

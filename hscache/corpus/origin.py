@@ -30,16 +30,17 @@ Origin = dict[str, Any]
 """``made_by`` and ``target``: file name -> digest."""
 
 
-def origin(target: Path, made_by: Literal["tokenize", "generate"]) -> Origin:
+def origin(target: Path, made_by: Literal["tokenize", "generate"], *, weights: bool) -> Origin:
     """Return the record of the target that a corpus is made with.
 
     Args:
         target: Checkpoint directory.
-        made_by: ``tokenize`` depends on the tokenizer's files, ``generate`` on the weights, too.
+        made_by: The command.
+        weights: Whether the corpus depends on the folder's weights, not only on its tokenizer.
     """
     target = target.expanduser()
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tokenizer_files(target)}
-    if made_by == "generate":
+    if weights:
         digests |= {path.name: _sampled(path) for path in sorted(target.glob("*.safetensors"))}
     return {"made_by": made_by, "target": digests}
 
@@ -89,7 +90,7 @@ def check_origin(corpus: Path, target: Path, *, accept: bool = False) -> str:
     records = {file: made for file, made in found.items() if made is not None}
     if not records:
         return "unknown"
-    here = origin(target, "generate")["target"]
+    here = origin(target, "generate", weights=True)["target"]
     for file, made in records.items():
         there = made["target"]
         # where one side has no weights, as after `generate --endpoint`, the tokenizer must do

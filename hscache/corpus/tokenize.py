@@ -130,7 +130,7 @@ def tokenize_files(inputs: list[Path], target: Path, out: Path, options: Tokeniz
     maker = _SampleMaker(tokenizer, end_token_ids(target.expanduser(), tokenizer), _vocab_size(target), options)
     files = [file for path in inputs for file in find_files(path)]
     names = file_names(files)
-    with CorpusWriter(out, origin(target, "tokenize")) as writer:
+    with CorpusWriter(out, origin(target, "tokenize", weights=False)) as writer:
         for file in files:
             maker.write(file, names[file], writer)
     maker.say_notes(writer.report)

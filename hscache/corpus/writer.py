@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +41,7 @@ class CorpusReport:
         loss_tokens: Their supervised tokens.
         rejected: Reason code -> rows.
         finish_reasons: How answers ended -> samples.
-        notes: What ``tokenize`` did to rows beyond their masks -> rows or answers.
+        notes: What was done to rows beyond their masks -> rows or answers.
     """
 
     corpus: str
@@ -178,10 +178,11 @@ class CorpusWriter:
 
 
 class Journal:
-    """The finished batches of an unfinished ``generate``: one line each, on the disk before the next batch begins.
+    """The finished prompts of an unfinished ``generate``, in any order: one line each, on the disk before it counts.
 
-    The first line holds the settings of the run. A line that was cut off by a kill, and everything after it, counts as
-    not written. Use as a context manager; the file stays when the work stops, and :meth:`remove` deletes it.
+    The first line holds the settings of the run, each other line a prompt's number, its completion and notes. A line
+    that was cut off by a kill, and everything after it, counts as not written. Use as a context manager; the file stays
+    when the work stops, and :meth:`remove` deletes it. ``number in journal`` says whether a prompt is finished.
 
     Args:
         path: JSONL file; new, or left by a run with the same settings.
@@ -193,29 +194,36 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
+        self._at: dict[int, int] = {}
+        self._end = 0
         self._file = path.open("a+b")
         try:
             try:
                 lock_file(self._file.fileno(), path)
             except BlockingIOError:
                 raise ConflictError("corpus-begun", f"{path}: another process writes it") from None
-            self.batches = self._open(dict(settings))
-            """Number of finished batches."""
+            self._open(dict(settings))
         except BaseException:
             self._file.close()
             raise
 
-    def append(self, completions: list[list[int]]) -> None:
-        """Add a batch: the token ids of its completions."""
-        self._write(json.dumps(completions, separators=(",", ":")))
-        self.batches += 1
+    def __contains__(self, number: int) -> bool:
+        return number in self._at
 
-    def read(self) -> Iterator[list[list[int]]]:
-        """Stream the batches in the order in which they were added."""
-        with open(self._path, "rb") as file:
-            next(file)
-            for line in file:
-                yield json.loads(line)
+    def append(self, completions: Mapping[int, Sequence[int]], notes: Sequence[str] = ()) -> None:
+        """Add finished prompts.
+
+        Args:
+            completions: Number of the prompt -> token ids of its completion.
+            notes: What was done to each of these completions.
+        """
+        self._write([[number, list(ids), *notes] for number, ids in completions.items()])
+
+    def read(self, number: int) -> tuple[list[int], list[str]]:
+        """Return the completion of a finished prompt, and its notes."""
+        self._file.seek(self._at[number])
+        _, ids, *notes = json.loads(self._file.readline())
+        return ids, notes
 
     def remove(self) -> None:
         """Remove the file, because the corpus now has all of it."""
@@ -227,27 +235,28 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def _open(self, settings: dict[str, Any]) -> int:
-        """Cut off a broken end, and return how many batches are left."""
+    def _open(self, settings: dict[str, Any]) -> None:
+        """Find the finished prompts, and cut off a broken end."""
         header = json.dumps(settings, separators=(",", ":"))
         self._file.seek(0)
         first = self._file.readline()
         if not first.endswith(b"\n") and f"{header}\n".encode().startswith(first):  # new, or a header that was cut off
             self._file.truncate(0)
-            self._write(header)
+            self._write([settings])
             fsync_directory(self._path.parent)
-            return 0
+            return
         self._refuse_other(first, settings)
-        good, batches = len(first), 0
+        self._end = len(first)
         for line in self._file:
-            if not line.endswith(b"\n") or not _is_json(line):
+            entry = _parsed(line) if line.endswith(b"\n") else None
+            if not isinstance(entry, list):
                 break
-            good, batches = good + len(line), batches + 1
-        self._file.truncate(good)
-        return batches
+            self._at[entry[0]] = self._end
+            self._end += len(line)
+        self._file.truncate(self._end)
 
     def _refuse_other(self, first: bytes, settings: dict[str, Any]) -> None:
-        there = json.loads(first) if _is_json(first) else None
+        there = _parsed(first)
         if not isinstance(there, dict) or "generate" not in there:
             what = f"{self._path} was not written by hscache generate"
             raise ConflictError("corpus-begun", what, hint="move it away, or choose another --out")
@@ -260,18 +269,22 @@ class Journal:
                 hint=f"finish it with the settings it was begun with, or remove {self._path} to start again",
             )
 
-    def _write(self, text: str) -> None:
-        self._file.write(f"{text}\n".encode())
+    def _write(self, entries: Sequence[Any]) -> None:
+        lines = [json.dumps(entry, separators=(",", ":")).encode() + b"\n" for entry in entries]
+        self._file.write(b"".join(lines))
         self._file.flush()
         os.fsync(self._file.fileno())
+        for entry, line in zip(entries, lines, strict=True):
+            if isinstance(entry, list):
+                self._at[entry[0]] = self._end
+            self._end += len(line)
 
 
-def _is_json(line: bytes) -> bool:
+def _parsed(line: bytes) -> Any:
     try:
-        json.loads(line)
+        return json.loads(line)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def journal_path(out: Path) -> Path:

@@ -88,12 +88,14 @@ def test_a_corpus_under_a_name_that_promises_something_else_is_refused(tmp_path:
 def test_a_journal_gives_back_what_it_was_given(tmp_path: Path) -> None:
     path = journal_path(tmp_path / "c.parquet")
     with Journal(path, {"generate": 1}) as journal:
-        journal.append([[1, 2], [3]])
-    path.write_bytes(path.read_bytes() + b"[[4\n[[5]]\n")
+        journal.append({7: [1, 2], 0: [3]})
+    path.write_bytes(path.read_bytes() + b"[1,[4\n[2,[5]]\n")
     with Journal(path, {"generate": 1}) as journal:
-        assert journal.batches == 1
-        journal.append([[]])
-        assert list(journal.read()) == [[[1, 2], [3]], [[]]]
+        assert [i for i in range(9) if i in journal] == [0, 7]
+        journal.append({1: []}, ["made"])
+        assert [journal.read(i) for i in (0, 1, 7)] == [([3], []), ([], ["made"]), ([1, 2], [])]
+        journal.append({2: [6]})
+        assert journal.read(2) == ([6], [])
         with pytest.raises(ConflictError, match="another process"):
             Journal(path, {"generate": 1})
     with pytest.raises(ConflictError, match="seed: None there, 3 here"):

@@ -254,14 +254,14 @@ def begin(prompts: Path, out: Path, sampling: Sampling) -> subprocess.Popen[byte
 
 
 def done(out: Path) -> int:
-    """Return how many batches an unfinished corpus has."""
+    """Return how many prompts an unfinished corpus has."""
     path = journal_path(out)
     return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
 
 
 def wait_for_batches(process: subprocess.Popen[bytes], out: Path, n: int) -> None:
     limit = time.monotonic() + 120
-    while done(out) < n:
+    while done(out) < n * 2:
         assert process.poll() is None
         assert time.monotonic() < limit
         time.sleep(0.002)
@@ -284,10 +284,10 @@ def test_a_signal_stops_it_at_the_next_batch_and_the_same_command_ends_with_the_
     assert process.returncode == 128 + how, said
     assert "To resume:\n" in said
     assert [path.name for path in out.parent.iterdir()] == ["c.batches.jsonl"]
-    assert 1 <= done(out) < len(TEXTS) // 2
     before = done(out)
+    assert 2 <= before < len(TEXTS)
     rows = run(prompts, out, sampling)
-    assert f"{before * 2} of them were completed in an earlier run" in capsys.readouterr().err
+    assert f"{before} of them were completed in an earlier run" in capsys.readouterr().err
     assert [path.name for path in out.parent.iterdir()] == ["c.parquet"]
     assert rows == run(prompts, tmp_path / "whole.parquet", sampling)
 
@@ -299,7 +299,7 @@ def test_kill_9_costs_no_more_than_the_batch_in_work(prompts: Path, tmp_path: Pa
         with begin(prompts, out, sampling) as process:
             wait_for_batches(process, out, n)
             process.kill()
-        assert done(out) >= n
+        assert done(out) >= n * 2
     assert not out.exists()
     assert run(prompts, out, sampling) == run(prompts, tmp_path / "whole.parquet", sampling)
 
@@ -319,7 +319,7 @@ def stopped(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
         patch.setattr(generate._Decoder, "decode", stop)
         with pytest.raises(Interrupted):
             run(prompts, out, SAMPLED)
-    assert done(out) == 2
+    assert done(out) == 4
     return out
 
 
