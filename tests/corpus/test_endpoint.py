@@ -215,6 +215,34 @@ def test_a_request_says_how_tokens_are_chosen(stub: Stub, tmp_path: Path, kind: 
         ] * 3
 
 
+class Clock:
+    """Stands for the event on which pauses wait; never set."""
+
+    def __init__(self) -> None:
+        self.pauses: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.pauses.append(seconds)
+        return False
+
+
+@pytest.mark.parametrize("after", ["", "7", "Wed, 21 Oct 2099 07:28:00 GMT", "soon"])
+def test_pauses_grow_and_are_as_long_as_the_server_asks(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    monkeypatch.setattr(endpoint.random, "uniform", lambda low, high: 1.0)
+    stub.fault = lambda prompt, before: f"429 {after}"
+    with serve(stub) as url:
+        server, clock = Server(url), Clock()
+        monkeypatch.setattr(server, "_halted", clock)
+        with pytest.raises(PromptFault) as fault:
+            server.complete([1, 2], GREEDY, 0, [0])
+    assert (fault.value.reason, "HTTP 429" in fault.value.detail) == ("no-answer", True)
+    growing = [endpoint._BACKOFF_S * 2**i for i in range(5)]
+    expected = {"7": [7.0] * 5, "Wed, 21 Oct 2099 07:28:00 GMT": [endpoint._LONGEST_PAUSE_S] * 5}
+    assert clock.pauses == expected.get(after, growing)
+
+
 # stopped and resumed
 
 
