@@ -118,7 +118,7 @@ def generate(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The server's name of the target; default: its only model.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that the server gets at once.")] = 8,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for an answer of the server.")] = 600.0,
+    timeout: Annotated[int, typer.Option(min=1, help="Seconds to wait for an answer of the server.")] = 600,
     json: Json = False,
 ) -> None:
     """Let the target write the completions that a drafter will be trained on; run again to resume after a stop.

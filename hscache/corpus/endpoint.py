@@ -386,12 +386,13 @@ class AnswerCheck:
         if answer.end not in ("stop", "length"):
             raise PromptFault("unfinished", f"the server's finish reason is {answer.end!r}, expected stop or length")
         ids, notes = (self._from_text(answer), ["from_text"]) if answer.ids is None else (self._given(answer), [])
-        if len(ids) > self._most:
-            raise PromptFault("too-many-tokens", f"{len(ids)} tokens, {self._most} were asked for")
         end = next((i for i, token in enumerate(ids) if token in self.ends), None)
+        left_out = answer.end == "stop" and end is None
+        if len(ids) + left_out > self._most:
+            raise PromptFault("too-many-tokens", f"{len(ids) + left_out} tokens, {self._most} were asked for")
         if end is not None:
             return ids[: end + 1], notes
-        if answer.end == "stop":
+        if left_out:
             if self._end is None or (ids and ids[-1] in self._special):
                 raise PromptFault("other-end", f"the last id is {ids[-1:]}, expected one of {sorted(self.ends)}")
             return [*ids, self._end], [*notes, "end_added"]

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hscache.cli import main
+from hscache.console import Interrupted
 from hscache.corpus import endpoint
 from hscache.corpus.endpoint import REASONS, Answer, AnswerCheck, PromptFault, Server
 from hscache.corpus.generate import Sampling, generate_corpus
@@ -294,6 +295,23 @@ def test_a_stopped_run_resumes_without_asking_again(
     assert rows_of(out) == [expected(stub, i) for i in range(n)]
     assert {stub.asked[ids_of(stub.tokenizer, i)] for i in kept} == {1}
     assert f"{len(kept)} of them were completed in an earlier run" in capsys.readouterr().err
+
+
+def test_a_signal_does_not_wait_for_requests_that_hang(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "_GRACE_S", 0.1)
+
+    def hang(prompt: tuple[int, ...], before: int) -> str:
+        if len(stub.asked) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return "hang"
+
+    stub.fault = hang
+    with serve(stub) as url:
+        with pytest.raises(Interrupted):
+            run(url, write_prompts(tmp_path, 3), tmp_path / "c.parquet")
+        assert stub.running == 3  # the server has not given them up
 
 
 def test_other_settings_of_the_server_are_refused(stub: Stub, tmp_path: Path) -> None:
