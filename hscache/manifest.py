@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
@@ -44,7 +44,13 @@ Count = Annotated[int, Field(gt=0, lt=1 << 31)]
 Size = Annotated[int, BeforeValidator(_read_size), Field(gt=0, lt=1 << 63)]
 Taps = Annotated[tuple[Annotated[int, Strict(), Field(ge=0, lt=1 << 31)], ...], Strict(False), Field(min_length=1)]
 
-Codec = Literal["raw", "lz4", "zstd", "int8", "int4"]
+Packed = Literal["lz4", "zstd"]
+"""Lossless codecs that make the states smaller (:mod:`hscache.store.codecs`)."""
+Lossy = Literal["int8", "int4"]
+"""Codecs that change the states (:mod:`hscache.store.lossy`), the coarsest last."""
+Codec = Literal["raw", Packed, Lossy]
+PACKED: tuple[Packed, ...] = get_args(Packed)
+LOSSY: tuple[Lossy, ...] = get_args(Lossy)
 
 
 class Section(BaseModel):

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hscache.build.space import PACKED
 from hscache.console import Column, counts, duration, facts, figures, new_figure, say, size, table
+from hscache.manifest import PACKED
 
 if TYPE_CHECKING:
     from hscache.audit.compare import Comparison, KernelsReport

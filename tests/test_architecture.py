@@ -45,7 +45,8 @@ LEVELS = [
     {"hscache.model"},
     {"hscache.kernels"},
     {"hscache.health", "hscache.distance"},
-    {"hscache.store", "hscache.manifest"},
+    {"hscache.store"},
+    {"hscache.manifest"},  # names the codecs
     {"hscache.rows"},  # the rule of supervised tokens, which stores and anchors follow
     {"hscache.device"},
     {"hscache.console"},

@@ -35,7 +35,7 @@ from hscache.rows import Sample as CorpusSample
 from hscache.rows import supervised_positions
 from hscache.store.head import TargetHead, load_head
 from hscache.store.index import read_plan
-from hscache.store.layout import StorePaths
+from hscache.store.layout import FINAL_STATE, HIDDEN_STATES, StorePaths
 from hscache.store.reader import Sample, Store, as_torch, decoded
 
 FLOOR_LIMIT = 3.0
@@ -239,7 +239,7 @@ def against(store: Store, other: Store, count: int) -> Comparison:
     """
     taps = [tap for tap in store.taps if tap in other.taps]
     common = sorted(set(store.sample_ids) & set(other.sample_ids), key=store.index_of)
-    both_final = "final_state" in store.specs and "final_state" in other.specs
+    both_final = FINAL_STATE in store.specs and FINAL_STATE in other.specs
     if not taps or not common:
         raise InputError(
             "stores-incomparable",
@@ -379,7 +379,7 @@ def _capture(capturer: Capturer, row: CorpusSample, width: int | None) -> Captur
 
 def _columns(store: Store, arrays: dict[str, Any]) -> torch.Tensor:
     """Return stored or captured states as [tokens, columns, H], the final state last; bits become bf16."""
-    names = ["hidden_states", *(["final_state"] if "final_state" in store.specs else [])]
+    names = [HIDDEN_STATES, *([FINAL_STATE] if FINAL_STATE in store.specs else [])]
     parts = [as_torch(a, name) if (a := arrays[name]).dtype == np.uint16 else torch.from_numpy(a) for name in names]
     return torch.cat([parts[0], *(part[:, None] for part in parts[1:])], dim=1)
 
@@ -390,12 +390,12 @@ def _with_final(sample: Sample, wanted: bool) -> torch.Tensor:
 
 
 def _names(store: Store) -> list[str]:
-    return [f"tap {tap}" for tap in store.taps] + ["final state"] * ("final_state" in store.specs)
+    return [f"tap {tap}" for tap in store.taps] + ["final state"] * (FINAL_STATE in store.specs)
 
 
 def _capturer(store: Store, target: LoadedTarget, dtype: torch.dtype = torch.bfloat16) -> Capturer:
-    scheme = store.specs["hidden_states"].scheme if dtype == torch.bfloat16 else None
-    final_state = "final_state" in store.specs
+    scheme = store.specs[HIDDEN_STATES].scheme if dtype == torch.bfloat16 else None
+    final_state = FINAL_STATE in store.specs
     return Capturer(target, tuple(store.taps), final_state=final_state, topk=0, dtype=dtype, scheme=scheme)
 
 

@@ -36,7 +36,16 @@ from hscache.store.index import (
     read_shard,
     table_digest,
 )
-from hscache.store.layout import StorePaths, shard_name
+from hscache.store.layout import (
+    FINAL_STATE,
+    HIDDEN_STATES,
+    INPUT_IDS,
+    LOGIT_IDS,
+    LOGIT_LOGPROBS,
+    LOSS_MASK,
+    StorePaths,
+    shard_name,
+)
 from hscache.store.reader import as_torch, coarsest_codec, decoded, specs_of
 from hscache.store.scan import read_samples
 
@@ -330,7 +339,7 @@ class _Verifier:
         except (ValueError, KeyError, OSError, TypeError) as error:
             self._find("array-unreadable", shard_name(shard), str(error), shard)
             return
-        health = Health(len(self._taps) + ("final_state" in arrays))
+        health = Health(len(self._taps) + (FINAL_STATE in arrays))
         picks, before = _spread(rows, _HEAD_ROWS_PER_SHARD), len(self._head_errors)
         complete = True
         for i, (row, values) in enumerate(read_samples(arrays, self._specs, rows)):
@@ -363,7 +372,7 @@ class _Verifier:
 
     def _sample(self, where: str, shard: int, row: dict[str, Any], values: dict[str, NDArray[Any]]) -> RowStats | None:
         """Check ids, mask and states (decoded) of a sample; return its statistics if the states are sound."""
-        ids, mask = values["input_ids"], values["loss_mask"]
+        ids, mask = values[INPUT_IDS], values[LOSS_MASK]
         vocab = self._document["target"]["shape"]["vocab_size"]
         if ids.min() < 0 or ids.max() >= vocab:
             self._find("sample-ids", where, f"ids from {ids.min()} to {ids.max()}, vocabulary of {vocab}", shard)
@@ -378,21 +387,21 @@ class _Verifier:
         return stats
 
     def _head_check(self, where: str, shard: int, values: dict[str, NDArray[Any]], count: int) -> None:
-        if self._head is None or "final_state" not in values or "logit_ids" not in values:
+        if self._head is None or FINAL_STATE not in values or LOGIT_IDS not in values:
             return
         import torch
 
-        before = supervised_positions(values["loss_mask"]) - 1
-        if not len(before) or len(before) != len(values["logit_ids"]):
+        before = supervised_positions(values[LOSS_MASK]) - 1
+        if not len(before) or len(before) != len(values[LOGIT_IDS]):
             return  # the wrong mask is reported already
         picks = np.unique(np.linspace(0, len(before) - 1, count).astype(int))
-        final: torch.Tensor = as_torch(values["final_state"][before[picks]], "final_state")
+        final: torch.Tensor = as_torch(values[FINAL_STATE][before[picks]], FINAL_STATE)
         recomputed = torch.log_softmax(self._head.logits(final), dim=-1)
-        ids = torch.from_numpy(values["logit_ids"][picks]).long()
+        ids = torch.from_numpy(values[LOGIT_IDS][picks]).long()
         if int(ids.min()) < 0 or int(ids.max()) >= recomputed.shape[-1]:
             self._find("head-mismatch", where, "stored top-k ids outside the vocabulary", shard)
             return
-        stored = torch.from_numpy(values["logit_logprobs"][picks].astype(np.float32))
+        stored = torch.from_numpy(values[LOGIT_LOGPROBS][picks].astype(np.float32))
         # weighted by probability: the tail of a top-64 is noise
         weight = stored.exp()
         error = ((recomputed.gather(-1, ids) - stored).abs() * weight).sum(-1) / weight.sum(-1)
@@ -466,9 +475,9 @@ class _Verifier:
 
 
 def _stats(values: dict[str, NDArray[Any]]) -> RowStats:
-    states = as_torch(values["hidden_states"], "hidden_states")
+    states = as_torch(values[HIDDEN_STATES], HIDDEN_STATES)
     # a store without the final state is judged by its taps alone
-    final = as_torch(values["final_state"], "final_state")[:, None] if "final_state" in values else states[:, :0]
+    final = as_torch(values[FINAL_STATE], FINAL_STATE)[:, None] if FINAL_STATE in values else states[:, :0]
     return RowStats.join(*(reduce_rows(part) for part in (states, final) if part.shape[1]))
 
 

@@ -29,25 +29,37 @@ import hscache
 from hscache.build.claim import claim, now, refuse_foreign
 from hscache.build.plan import Plan, manifest_specs
 from hscache.build.shard_builder import ShardBuilder, ShardLoop
-from hscache.build.space import PACKED, require_space
+from hscache.build.space import require_space
 from hscache.console import check_stop, say, stop_on_signal
 from hscache.distance import RowErrors, compare_rows, kl_nats, spread
 from hscache.errors import ConfigError, InputError
 from hscache.health import RowStats, reduce_rows
-from hscache.manifest import Codec, ResolvedManifest, check_fields
+from hscache.manifest import PACKED, Codec, ResolvedManifest, check_fields
 from hscache.rows import supervised_positions
 from hscache.store import lossy
 from hscache.store.durable import Staging, copy_file, disk_errors, publish_directory
 from hscache.store.head import TargetHead, check_target, load_head
 from hscache.store.index import committed_shards, finalize, missing_shards, read_plan, read_shard
-from hscache.store.layout import ArraySpec, StorePaths, json_digest, scales_name
+from hscache.store.layout import (
+    FINAL_STATE,
+    HIDDEN_STATES,
+    INPUT_IDS,
+    LOGIT_IDS,
+    LOGIT_LOGPROBS,
+    LOGIT_LSE,
+    LOSS_MASK,
+    STATE_ARRAYS,
+    ArraySpec,
+    StorePaths,
+    json_digest,
+    scales_name,
+)
 from hscache.store.reader import Store, as_torch, coarsest_codec, decoded
 
 if TYPE_CHECKING:
     import torch
 
 _KL_SAMPLES_PER_SHARD, _KL_ROWS_PER_SAMPLE = 32, 2
-_STATES = ("hidden_states", "final_state")
 
 
 @dataclass(frozen=True)
@@ -234,17 +246,17 @@ class _Conversion(ShardLoop):
     def __init__(
         self, store: Store, manifest: ResolvedManifest, paths: StorePaths, staging: Path, digest: str, stop: list[int]
     ) -> None:
-        columns = len(manifest.states.taps) + ("final_state" in store.specs)
+        columns = len(manifest.states.taps) + (FINAL_STATE in store.specs)
         super().__init__("convert", manifest, paths, staging, digest, stop, columns)
         self._store = store
         self._source = list(store.specs.values())
         self._specs: list[ArraySpec] = manifest_specs(manifest, store.manifest["target"]["shape"]["hidden_size"])
-        self.from_scheme = store.specs["hidden_states"].scheme
+        self.from_scheme = store.specs[HIDDEN_STATES].scheme
         self.to_scheme = next((spec.scheme for spec in self._specs if spec.scheme), None)
         self._encodes = self.to_scheme is not None and self.from_scheme is None
         self._picks = [store.taps.index(tap) for tap in manifest.states.taps]
         self._head: TargetHead | None = None
-        if self._encodes and "final_state" in store.specs and manifest.states.final_state:
+        if self._encodes and FINAL_STATE in store.specs and manifest.states.final_state:
             self._head = load_head(StorePaths(store.path).target)
         if self.from_scheme is not None and self.to_scheme is None:
             say(f"the states were stored as {self.from_scheme.name}: their decoded values are kept, with the error")
@@ -279,7 +291,7 @@ class _Conversion(ShardLoop):
                 back = decoded(arrays, self._specs)
                 errors = _errors(states, back)
                 if self._head is not None and number in asked:
-                    picks = spread(supervised_positions(stored["loss_mask"]) - 1, _KL_ROWS_PER_SAMPLE)
+                    picks = spread(supervised_positions(stored[LOSS_MASK]) - 1, _KL_ROWS_PER_SAMPLE)
                     final.append((_final(states, picks), _final(back, picks)))
             stats = RowStats.join(*(reduce_rows(_columns(states, name)) for name in states))
             self.write(work.add, *place, arrays, stats, errors)
@@ -297,7 +309,7 @@ class _Conversion(ShardLoop):
         old, health = self._record(shard)["health"], dict(counted)
         for name in ("rms", "typical_rms", "max_abs"):
             # those of a final state that the source did not keep, or of states before they were encoded
-            final = [] if "final_state" in self._store.specs else [old[name][-1]]
+            final = [] if FINAL_STATE in self._store.specs else [old[name][-1]]
             keep = self.from_scheme is not None and self.to_scheme is not None
             health[name] = [old[name][i] for i in (*self._picks, -1)] if keep else counted[name] + final
         if not self._encodes:
@@ -316,15 +328,15 @@ class _Conversion(ShardLoop):
     def _states(self, stored: dict[str, NDArray[Any]]) -> dict[str, NDArray[np.uint16]]:
         """Return the source's states as bf16 bits, only the taps to keep."""
         states = {**stored, **decoded(stored, self._source)}
-        picked = {"hidden_states": np.ascontiguousarray(states["hidden_states"][:, self._picks])}
-        return picked | ({"final_state": states["final_state"]} if "final_state" in states else {})
+        picked = {HIDDEN_STATES: np.ascontiguousarray(states[HIDDEN_STATES][:, self._picks])}
+        return picked | ({FINAL_STATE: states[FINAL_STATE]} if FINAL_STATE in states else {})
 
     def _rest(self, stored: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Return ids, mask and as many logits as are wanted."""
-        rest = {name: stored[name] for name in ("input_ids", "loss_mask")}
+        rest = {name: stored[name] for name in (INPUT_IDS, LOSS_MASK)}
         if k := self._manifest.logits.topk:
-            rest |= {name: stored[name][:, :k] for name in ("logit_ids", "logit_logprobs")}
-            rest["logit_lse"] = stored["logit_lse"]
+            rest |= {name: stored[name][:, :k] for name in (LOGIT_IDS, LOGIT_LOGPROBS)}
+            rest[LOGIT_LSE] = stored[LOGIT_LSE]
         return rest
 
     def _written(
@@ -332,14 +344,14 @@ class _Conversion(ShardLoop):
     ) -> dict[str, NDArray[Any]]:
         """Return the state arrays of the new store."""
         out: dict[str, NDArray[Any]] = {}
-        for name in _STATES[: 1 + self._manifest.states.final_state]:
+        for name in STATE_ARRAYS[: 1 + self._manifest.states.final_state]:
             if self.to_scheme is None:
                 out[name] = states[name]
             elif self.from_scheme is None:
                 out[name], out[scales_name(name)] = lossy.encode_bits(states[name], self.to_scheme)
             else:  # the same codec: codes are copied, not encoded again
                 for part in (name, scales_name(name)):
-                    out[part] = stored[part][:, self._picks] if name == "hidden_states" else stored[part]
+                    out[part] = stored[part][:, self._picks] if name == HIDDEN_STATES else stored[part]
         return out
 
     def _carried(self, error: dict[str, Any]) -> dict[str, Any]:
@@ -361,7 +373,7 @@ def _errors(states: dict[str, NDArray[np.uint16]], back: dict[str, NDArray[np.ui
 
 def _final(states: dict[str, NDArray[np.uint16]], rows: NDArray[np.int64]) -> torch.Tensor:
     """Return final states of these tokens, bf16 [rows, H]."""
-    return _columns(states, "final_state")[rows, 0]
+    return _columns(states, FINAL_STATE)[rows, 0]
 
 
 def _columns(states: dict[str, NDArray[np.uint16]], name: str) -> torch.Tensor:

@@ -12,12 +12,11 @@ from typing import Any
 from hscache.build.plan import Plan, array_bytes, manifest_specs
 from hscache.console import size
 from hscache.errors import EnvironmentFault
-from hscache.manifest import ResolvedManifest
+from hscache.manifest import PACKED, ResolvedManifest
 from hscache.store.index import committed_shards, read_manifest, table_digest
 from hscache.store.layout import StorePaths
 
 _FREE_MARGIN_BYTES = 256 << 20
-PACKED = ("lz4", "zstd")
 SMALLER = 'build elsewhere, with fewer taps (--set "states.taps=[...]"), or with --set store.codec=zstd'
 
 

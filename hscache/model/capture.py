@@ -33,11 +33,19 @@ from hscache.distance import RowErrors, compare_rows, kl_nats, spread
 from hscache.health import RowStats, find_fault, reduce_rows
 from hscache.model.loading import LoadedTarget
 from hscache.rows import Sample, supervised_positions
-from hscache.store.layout import scales_name
+from hscache.store.layout import (
+    FINAL_STATE,
+    HIDDEN_STATES,
+    INPUT_IDS,
+    LOGIT_ARRAYS,
+    LOGIT_LSE,
+    LOSS_MASK,
+    STATE_ARRAYS,
+    scales_name,
+)
 from hscache.store.lossy import Scheme, decode, encode
 
 _HEAD_SLICE_ELEMENTS = 1 << 26  # 256 MiB of float32 logits at a time
-_STATE_ARRAYS = ("hidden_states", "final_state")
 _KL_ROWS = 32  # rows per forward batch; not all, since the head costs as much as a layer or two
 
 
@@ -101,11 +109,11 @@ class Pending:
         start, loss_start = 0, 0
         for row in self._rows:
             stop, loss_stop = start + len(row.input_ids), loss_start + row.n_loss
-            arrays: dict[str, NDArray[Any]] = {"input_ids": row.input_ids, "loss_mask": row.loss_mask}
+            arrays: dict[str, NDArray[Any]] = {INPUT_IDS: row.input_ids, LOSS_MASK: row.loss_mask}
             for name, tensor in self._tensors.items():
                 if name.startswith("logit_"):
                     arrays[name] = tensor[loss_start:loss_stop].numpy()
-                elif name.startswith(_STATE_ARRAYS):
+                elif name.startswith(STATE_ARRAYS):
                     arrays[name] = _stored(tensor[start:stop])
             sample = Captured(
                 row, arrays, stats.rows(start, stop), errors=None if errors is None else errors.rows(start, stop)
@@ -119,7 +127,7 @@ class Pending:
     def _checked(self, sample: Captured) -> Captured:
         assert sample.stats is not None
         reason, detail = find_fault(sample.stats, self._taps)
-        if not reason and "logit_lse" in sample.arrays and not np.isfinite(sample.arrays["logit_lse"]).all():
+        if not reason and LOGIT_LSE in sample.arrays and not np.isfinite(sample.arrays[LOGIT_LSE]).all():
             reason, detail = "non-finite", "logits"
         return Captured(sample.row, {}, None, reason, detail) if reason else sample
 
@@ -209,9 +217,9 @@ class Capturer:
         if short := self._length_fault(seen, final_BSH, ids_BS.shape):
             return Pending(rows, self._taps, {}, ("length-mismatch", short))
         final_NH = final_BSH.flatten(0, 1).index_select(0, valid_N)
-        results = {"hidden_states": states_NLH}
+        results = {HIDDEN_STATES: states_NLH}
         if self._final_state:
-            results["final_state"] = final_NH.to(self._dtype)
+            results[FINAL_STATE] = final_NH.to(self._dtype)
         if self._topk:
             results.update(self._top_logits(final_NH, rows))
         for prefix, states in (("taps", states_NLH), ("final", final_NH[:, None].to(self._dtype))):
@@ -264,14 +272,13 @@ class Capturer:
             lse_R = torch.logsumexp(logits_RV, dim=-1)
             top_RK, ids_RK = logits_RV.topk(self._topk, dim=-1)
             parts.append((ids_RK.to(torch.int32), (top_RK - lse_R[:, None]).to(torch.float16), lse_R))
-        names = ("logit_ids", "logit_logprobs", "logit_lse")
-        return {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
+        return {name: torch.cat(column) for name, column in zip(LOGIT_ARRAYS, zip(*parts, strict=True), strict=True)}
 
     def _encoded(self, results: dict[str, torch.Tensor], rows: list[Sample], scheme: Scheme) -> dict[str, torch.Tensor]:
         """Return codes and scales in place of the states, and the errors of decoding them (:class:`RowErrors`)."""
         encoded: dict[str, torch.Tensor] = {}
         errors = []
-        for name in (name for name in _STATE_ARRAYS if name in results):
+        for name in (name for name in STATE_ARRAYS if name in results):
             states = results[name]
             codes, scales = encode(states, scheme)
             encoded |= {name: codes, scales_name(name): scales}
@@ -280,12 +287,12 @@ class Capturer:
             errors.append(compare_rows(states.view(shape), decoded.view(shape)))
         encoded["error.rel_l2"], encoded["error.apart"] = (torch.cat(part, 1) for part in zip(*errors, strict=True))
         kl_N = encoded["error.kl_nats"] = torch.full_like(encoded["error.apart"][:, 0], torch.nan)
-        if "final_state" in results:
+        if FINAL_STATE in results:
             picks_R = torch.from_numpy(spread(_before_supervised(rows), _KL_ROWS)).to(kl_N.device)
             weights: Any = self._target.head.weight.dtype
             true, other = (
                 self._target.relation.apply(self._target.head(final_NH[picks_R].to(weights)))
-                for final_NH in (results["final_state"], decoded)
+                for final_NH in (results[FINAL_STATE], decoded)
             )
             kl_N[picks_R] = kl_nats(true, other)
         return encoded

@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hscache.errors import ConfigError
+from hscache.manifest import PACKED
 
-_BLOSC = {
+_BLOSC: dict[str, dict[str, str | int]] = {
     "lz4": {"cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "blocksize": 0},
     "zstd": {"cname": "zstd", "clevel": 1, "shuffle": "shuffle", "blocksize": 1 << 20},
 }
-NAMES = ("raw", *_BLOSC)
+NAMES = ("raw", *PACKED)
 _SHUFFLE = {"shuffle": numcodecs.blosc.SHUFFLE, "bitshuffle": numcodecs.blosc.BITSHUFFLE}
 
 

@@ -50,6 +50,10 @@ from hscache.store import lossy
 FORMAT_VERSION = 1
 BF16_NAN = 0x7FC0
 ATTRIBUTES_KEY = "hscache"
+INPUT_IDS, LOSS_MASK = "input_ids", "loss_mask"
+STATE_ARRAYS = HIDDEN_STATES, FINAL_STATE = "hidden_states", "final_state"
+LOGIT_ARRAYS = LOGIT_IDS, LOGIT_LOGPROBS, LOGIT_LSE = "logit_ids", "logit_logprobs", "logit_lse"
+"""Names of the arrays of a shard; a lossy store has :func:`scales_name` of the states too."""
 CRC_BYTES = 4
 CHUNK_ALIGN_BYTES = 64
 """Every chunk begins at a multiple of this in its file. Without it, each chunk's checksum would shift the next one by
@@ -95,7 +99,7 @@ class ArraySpec:
     @cached_property
     def by_tap(self) -> bool:
         """Whether the axis after the rows is the tap axis."""
-        return self.name.startswith("hidden_states")
+        return self.name.startswith(HIDDEN_STATES)
 
     @property
     def fill_scalar(self) -> Any:
@@ -136,10 +140,10 @@ def array_specs(
     u16, i32, u8 = np.dtype("<u2"), np.dtype("<i4"), np.dtype("u1")
     small = {"chunk_rows": _SMALL_CHUNK_ROWS, "packed": False}
     specs = [
-        ArraySpec("input_ids", i32, (), "tokens", fill=-1, logical_dtype="int32", **small),  # type: ignore[arg-type]
-        ArraySpec("loss_mask", u8, (), "tokens", fill=255, logical_dtype="uint8", **small),  # type: ignore[arg-type]
+        ArraySpec(INPUT_IDS, i32, (), "tokens", fill=-1, logical_dtype="int32", **small),  # type: ignore[arg-type]
+        ArraySpec(LOSS_MASK, u8, (), "tokens", fill=255, logical_dtype="uint8", **small),  # type: ignore[arg-type]
     ]
-    states = {"hidden_states": (n_taps, hidden_size)} | ({"final_state": (hidden_size,)} if final_state else {})
+    states = {HIDDEN_STATES: (n_taps, hidden_size)} | ({FINAL_STATE: (hidden_size,)} if final_state else {})
     for name, inner in states.items():
         if codec in lossy.NAMES:
             specs += _lossy_specs(name, inner, chunk_tokens, lossy.scheme(codec, hidden_size))
@@ -148,9 +152,9 @@ def array_specs(
     if topk:
         f16, f32, rows = np.dtype("<f2"), np.dtype("<f4"), _LOGIT_CHUNK_ROWS
         specs += [
-            ArraySpec("logit_ids", i32, (topk,), "loss", rows, -1, "int32", False),
-            ArraySpec("logit_logprobs", f16, (topk,), "loss", rows, "NaN", "float16", False),
-            ArraySpec("logit_lse", f32, (), "loss", rows, "NaN", "float32", False),
+            ArraySpec(LOGIT_IDS, i32, (topk,), "loss", rows, -1, "int32", False),
+            ArraySpec(LOGIT_LOGPROBS, f16, (topk,), "loss", rows, "NaN", "float16", False),
+            ArraySpec(LOGIT_LSE, f32, (), "loss", rows, "NaN", "float32", False),
         ]
     return specs
 

@@ -35,11 +35,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hscache.errors import ConfigError
+from hscache.manifest import LOSSY
 
 if TYPE_CHECKING:
     import torch
 
-NAMES = ("int8", "int4")
+NAMES = LOSSY
 VERSION = 1
 WORST_COSINE = {"int8": 0.9995, "int4": 0.97}
 """The least cosine of a decoded state with the true one that a codec promises; ``verify`` checks records against it."""

@@ -34,10 +34,26 @@ import xxhash
 from numpy.typing import NDArray
 
 from hscache.errors import InputError, IntegrityError
+from hscache.manifest import LOSSY
 from hscache.rows import count_supervised, supervised_positions
 from hscache.store.buffers import Buffers
 from hscache.store.index import committed_shards, load_index, read_manifest
-from hscache.store.layout import ArraySpec, StorePaths, array_specs, damaged, scales_name, shard_name
+from hscache.store.layout import (
+    FINAL_STATE,
+    HIDDEN_STATES,
+    INPUT_IDS,
+    LOGIT_IDS,
+    LOGIT_LOGPROBS,
+    LOGIT_LSE,
+    LOSS_MASK,
+    STATE_ARRAYS,
+    ArraySpec,
+    StorePaths,
+    array_specs,
+    damaged,
+    scales_name,
+    shard_name,
+)
 from hscache.store.lossy import decode_bits
 from hscache.store.shard_reader import ShardReader
 
@@ -222,8 +238,8 @@ class Store:
             if spec.axis == "tokens"
         }
         positions = None
-        if "logit_ids" in self.specs:
-            positions, rows = self._supervised(i, start, stop, arrays["loss_mask"], crc=crc)
+        if LOGIT_IDS in self.specs:
+            positions, rows = self._supervised(i, start, stop, arrays[LOSS_MASK], crc=crc)
             arrays |= {
                 spec.name: self._read(i, spec.name, rows, out, crc=crc)
                 for spec in self.specs.values()
@@ -242,7 +258,7 @@ class Store:
             InputError: ``sample-unknown``.
             IntegrityError: ``store-damaged``.
         """
-        return self._whole(i, "loss_mask")
+        return self._whole(i, LOSS_MASK)
 
     def input_ids(self, i: int) -> NDArray[np.int32]:
         """Return the token ids of a sample, int32 [n], without reading its states.
@@ -251,7 +267,7 @@ class Store:
             InputError: ``sample-unknown``.
             IntegrityError: ``store-damaged``.
         """
-        return self._whole(i, "input_ids")
+        return self._whole(i, INPUT_IDS)
 
     def _whole(self, i: int, name: str) -> NDArray[Any]:
         i, stop = self._resolve(i, 0, None)
@@ -319,11 +335,11 @@ class Store:
             positions = supervised_positions(mask)
         else:
             positions = np.flatnonzero(mask)
-            before = self._read(i, "loss_mask", self._token_rows(i, 0, start), crc=crc)
+            before = self._read(i, LOSS_MASK, self._token_rows(i, 0, start), crc=crc)
             skipped = count_supervised(before)
         marked, recorded = skipped + len(positions), int(self.n_loss[i])
         if marked > recorded or (stop - start == self.n_tokens[i] and marked < recorded):
-            path = StorePaths(self.path).shard(int(self._columns["shard"][i])) / "loss_mask"
+            path = StorePaths(self.path).shard(int(self._columns["shard"][i])) / LOSS_MASK
             what = f"marks {marked} tokens of sample {self.sample_ids[i]!r}, but {recorded} are recorded"
             raise damaged(path, what)
         return positions, slice(first + skipped, first + skipped + len(positions))
@@ -386,7 +402,7 @@ def codecs_of(document: dict[str, Any]) -> list[str]:
 def coarsest_codec(document: dict[str, Any]) -> str:
     """Return the codec whose error a store's states carry, whatever its codec is now: ``int4``, ``int8`` or ``raw``."""
     made = codecs_of(document)
-    return next((codec for codec in ("int4", "int8") if codec in made), "raw")
+    return next((codec for codec in reversed(LOSSY) if codec in made), "raw")
 
 
 def decoded(values: dict[str, NDArray[Any]], specs: Iterable[ArraySpec]) -> dict[str, NDArray[Any]]:
@@ -418,13 +434,13 @@ def as_torch(rows: NDArray[Any], name: str) -> torch.Tensor:
     if not (rows.flags.c_contiguous and rows.flags.writeable):
         rows = np.require(rows, requirements=["C", "W"])
     tensor = torch.from_numpy(rows)
-    return tensor.view(torch.bfloat16) if name in ("hidden_states", "final_state") else tensor
+    return tensor.view(torch.bfloat16) if name in STATE_ARRAYS else tensor
 
 
 def _give(rows: NDArray[Any], name: str, kind: Kind) -> Any:
     if kind == "torch":
         return as_torch(rows, name)
-    if kind == "numpy" and name in ("hidden_states", "final_state"):
+    if kind == "numpy" and name in STATE_ARRAYS:
         return bf16_to_float32(rows)
     return rows
 
@@ -440,14 +456,14 @@ def _give_sample(
     logits = None
     if positions is not None:
         logits = TopLogits(
-            _give(positions, "positions", kind), given["logit_ids"], given["logit_logprobs"], given["logit_lse"]
+            _give(positions, "positions", kind), given[LOGIT_IDS], given[LOGIT_LOGPROBS], given[LOGIT_LSE]
         )
     return Sample(
         sample_id=sample_id,
         tag=tag,
-        input_ids=given["input_ids"],
-        loss_mask=given["loss_mask"],
-        hidden_states=given["hidden_states"],
-        final_state=given.get("final_state"),
+        input_ids=given[INPUT_IDS],
+        loss_mask=given[LOSS_MASK],
+        hidden_states=given[HIDDEN_STATES],
+        final_state=given.get(FINAL_STATE),
         logits=logits,
     )

@@ -10,9 +10,11 @@ reader spend memory or time on something impossible.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from hscache.manifest import Codec
 
 _Count = Annotated[int, Field(ge=0, le=1 << 48)]
 _Row = Annotated[int, Field(ge=-1, le=1 << 48)]
@@ -44,7 +46,7 @@ class _Logits(_Part):
 
 
 class _Store(_Part):
-    codec: Literal["raw", "lz4", "zstd", "int8", "int4"]
+    codec: Codec
     chunk_tokens: Annotated[int, Field(gt=0, le=1 << 32)]
 
 

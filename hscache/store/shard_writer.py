@@ -28,6 +28,8 @@ from hscache.store.durable import fsync_directory, publish_directory, write_file
 from hscache.store.layout import (
     CRC_BYTES,
     FORMAT_VERSION,
+    INPUT_IDS,
+    LOSS_MASK,
     ArraySpec,
     array_metadata,
     canonical_json,
@@ -187,7 +189,7 @@ class ShardWriter:
         """
         digest = xxhash.xxh3_128()
         # the mask's own count, for a store without logit arrays
-        n_tokens, n_loss = len(arrays["input_ids"]), count_supervised(arrays["loss_mask"])
+        n_tokens, n_loss = len(arrays[INPUT_IDS]), count_supervised(arrays[LOSS_MASK])
         for name, writer in self._arrays.items():
             rows = np.ascontiguousarray(arrays[name])
             if writer.spec.axis == "tokens":

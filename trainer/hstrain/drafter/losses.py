@@ -34,14 +34,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from hscache.store.head import TargetHead
+from hscache.store.layout import FINAL_STATE, LOGIT_IDS
 
 Kind = Literal["ce", "ce-argmax", "kl-topk", "kl-exact", "tv"]
 NEEDS: dict[Kind, str | None] = {
     "ce": None,
-    "ce-argmax": "logit_ids",
-    "kl-topk": "logit_ids",
-    "kl-exact": "final_state",
-    "tv": "final_state",
+    "ce-argmax": LOGIT_IDS,
+    "kl-topk": LOGIT_IDS,
+    "kl-exact": FINAL_STATE,
+    "tv": FINAL_STATE,
 }
 """Loss -> the array of the store that it needs in addition to tokens and states."""
 Weights = Literal["exp", "dpace", "none"]

@@ -19,7 +19,7 @@ import hscache
 from hscache.device import pick_dtype
 from hscache.errors import InputError
 from hscache.store.head import load_head
-from hscache.store.layout import StorePaths
+from hscache.store.layout import FINAL_STATE, LOGIT_IDS, StorePaths
 from hscache.store.reader import Store
 from hstrain.data.anchors import anchor_candidates, random_of
 from hstrain.data.packs import Pack, PackShape, PackStream, Schedule, split
@@ -249,10 +249,10 @@ def _pack_shape(manifest: TrainManifest, store: Store, taps: tuple[int, ...]) ->
     kind = manifest.loss.kind
     needed = NEEDS[kind]
     if needed is not None and needed not in store.specs:
-        remedy = {"logit_ids": "logits.topk = 64", "final_state": "states.final_state"}[needed]
+        remedy = {LOGIT_IDS: "logits.topk = 64", FINAL_STATE: "states.final_state"}[needed]
         raise InputError(
             "array-absent",
             f"loss.kind = {kind} needs the array {needed}, which {store.path} lacks",
             hint=f"build a store with {remedy}, or set loss.kind = ce",
         )
-    return PackShape(taps, manifest.drafter.block_size, needed == "logit_ids", needed == "final_state")
+    return PackShape(taps, manifest.drafter.block_size, needed == LOGIT_IDS, needed == FINAL_STATE)
