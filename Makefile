@@ -6,10 +6,10 @@ STAMP  := $(VENV)/.installed
 # a file of tests, with its fixtures, stays in one process
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 # those that pyproject.toml leaves out: a -m replaces its own
-LONG   := not crash and not fuzz and not slow and not oracle and not fla
+LONG   := not crash and not fuzz and not slow and not oracle and not fla and not engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install assets demo demo-smollm2 test test-all lint types check crash mutate fla oracle clean
+.PHONY: help install assets demo demo-smollm2 test test-all lint types check crash mutate fla oracle engines clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -59,6 +59,10 @@ fla: assets  ## fla's real kernels through Triton's interpreter; minutes
 oracle: assets  ## exports, masks and losses against dflash, speculators and vLLM, stores against tensorstore; a download once
 	$(BIN)/python tools/bench/oracle_env.py
 	$(PYTEST) -m oracle
+
+engines: assets  ## llama.cpp's own server against our generation and acceptance; compiles it once, minutes
+	$(BIN)/python tools/bench/llama_cpp_env.py
+	$(PYTEST) -m engines
 
 clean:  ## remove .venv and the demos' output
 	rm -rf $(VENV) runs/demo runs/demo-smollm2
