@@ -14,7 +14,6 @@ import llama_cpp_env
 import pyarrow.parquet as pq
 import pytest
 from demo_assets import PROMPTS
-from hstrain.live.target import LiveTarget, open_target
 from hstrain.train.fit import fit
 
 from hscache.build.run import build
@@ -25,7 +24,7 @@ from tests.made.trainers import train_manifest
 SLOTS = 4
 LEARNT = ("humaneval/2", "mtbench/94", "mtbench/104")
 """The prompts whose completions the drafters learn by heart; all three completions end within 96 tokens."""
-STEPS = 15
+STEPS = 20
 """Enough that most drafted tokens are accepted, but not all."""
 
 
@@ -54,13 +53,6 @@ def endpoint(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     log = tmp_path_factory.mktemp("server") / "log"
     with llama_cpp_env.serving(gguf, log, slots=SLOTS) as url:
         yield url
-
-
-@pytest.fixture(scope="session")
-def live(smollm2: Path) -> Iterator[LiveTarget]:
-    """The same target in transformers, in float32."""
-    with open_target(str(smollm2), (0,), dtype="float32", device="cpu") as (target, _):
-        yield target
 
 
 @pytest.fixture(scope="session")
