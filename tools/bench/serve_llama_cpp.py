@@ -16,7 +16,8 @@ difference gives the exit status 1.
 
 llama.cpp has one flag for all layers of a drafter that says whether a slot sees the slots after it, and the layout
 ``zlab`` does not set it. Layers of full attention are served as they were trained; sliding ones, which are causal, are
-not.
+not. A drafter of sliding layers only is with ``"is_causal": true`` in the export's ``config.json``; a mixed one cannot
+be.
 """
 
 from __future__ import annotations
