@@ -329,7 +329,12 @@ def test_a_path_without_a_drafter_is_refused(little: Little, tmp_path: Path) -> 
 def test_eval_as_json(hstrain: Any, row: dict[str, Any], run: Path, little: Little) -> None:
     answer = hstrain("eval", run, "--store", little.path, "--device", "cpu", "--json")
     assert answer.status == 0
-    assert answer.json == {"held_out": 0.3, "precision": "fp32", "rows": [row]}
+    baselines = answer.json.pop("baselines")
+    assert answer.json == {"held_out": 0.3, "precision": "fp32", "rows": [row], "baselines": baselines}
+    assert [found["baseline"] for found in baselines] == ["bigram", "5-gram", "lookup", "lookup, 5-gram"]
+    for found in baselines:
+        assert (found["samples"], found["anchors"], found["ddtree"]) == (row["samples"], row["anchors"], {})
+        assert found["less_first"]["tau"] == pytest.approx(found["tau"] - row["tau"])
     assert f"{row['samples']} samples" in answer.err
 
 
@@ -344,16 +349,17 @@ def test_eval_as_tables(hstrain: Any, row: dict[str, Any], run: Path, little: Li
     numbers = (row["tau"], row["tau_all"], row["streak"], *row["ddtree"].values(), *row["acc"])
     assert all(f"{number:.3f}" in answer.out for number in (*numbers, *row["by_tag"].values()))
     assert str(little.path) not in answer.out  # one store needs no name
-    assert "first row" not in answer.out
+    for name in ("bigram", "5-gram", "lookup"):
+        assert f"\n {name} " in answer.out
     both = hstrain("eval", run, "--store", little.path, "--store", int8.path, "--device", "cpu").out
-    lines = [line for line in "".join(both.split()).split("run") if "raw" in line or "int8" in line]
-    assert len(lines) == 2 * 4 + 1, "each table tells the stores apart"
+    lines = ["".join(line.split()) for line in both.splitlines()]
+    assert sum("int8" in line for line in lines) == 5, "each table tells the stores apart"
     assert "tau less that of the first row, on the same samples" in both
 
 
 def test_drafters_of_other_block_sizes_share_the_tables(capsys: pytest.CaptureFixture[str], row: Any) -> None:
     longer = {**row, "checkpoint": "longer", "acc": [*row["acc"], 0.123, None]}
-    print_evaluation({"held_out": 0.3, "precision": "fp32", "rows": [row, longer]})
+    print_evaluation({"held_out": 0.3, "precision": "fp32", "rows": [row, longer], "baselines": []})
     out = capsys.readouterr().out
     (head,) = [line for line in out.splitlines() if line.split()[:3] == ["drafter", "1", "2"]]
     assert head.split()[1:] == [str(k) for k in range(1, len(row["acc"]) + 3)]

@@ -29,6 +29,7 @@ from hstrain.drafter.losses import Head
 from hstrain.drafter.model import Drafter
 from hstrain.exchange.importer import CONFIG_FILE, check_store, open_drafter, warn_of_other_target
 from hstrain.run.checkpoint import load_drafter, weights_digest
+from hstrain.score.baselines import baseline_scores
 from hstrain.score.ddtree import SIZES
 from hstrain.score.walk import SampleScore, by_tag, difference, score_store, summarise
 
@@ -60,7 +61,9 @@ def evaluate(
         JSON-plain: ``held_out``, ``precision``, and ``rows``, one for each checkpoint and store, as
         :func:`hstrain.score.walk.summarise`, with ``by_tag``; ``by_position``; ``trained_on``, the number of samples
         that it, or a drafter that it started from, is known to have been trained on, None if that is unknown; and
-        ``less_first``, the :func:`hstrain.score.walk.difference` from the first row, None in the first row.
+        ``less_first``, the :func:`hstrain.score.walk.difference` from the first row, None in the first row. And
+        ``baselines``: the same figures, without trees, of drafting without a model (:mod:`hstrain.score.baselines`) on
+        the samples of each corpus.
 
     Raises:
         HscacheError: For errors that a user can fix.
@@ -70,7 +73,10 @@ def evaluate(
     pasts = [_pasts(path) for path in checkpoints]
     share = _smallest(checkpoints, pasts) if held_out is None else held_out
     rows: list[dict[str, Any]] = []
+    baselines: list[dict[str, Any]] = []
+    corpora: list[dict[str, Any]] = []
     first: list[SampleScore] | None = None
+    block_size = 0
     for store_path in stores:
         store, target = hscache.open(store_path), load_head(StorePaths(store_path).target)
         head = Head(target, where, dtype)
@@ -86,7 +92,17 @@ def evaluate(
             found["less_first"] = None if first is None else difference(scores, first)
             first = first or scores
             rows.append({"checkpoint": str(path), "resolved": facts["path"], "store": str(store_path), **found})
-    return {"held_out": share, "precision": precision, "rows": rows}
+            block_size = max(block_size, drafter.config.block_size)
+        if store.manifest["corpus"] in corpora:  # the same text once more
+            continue
+        corpora.append(store.manifest["corpus"])
+        training = split(store, share)[0] if share < 1 else []
+        drafted = baseline_scores(store, training, _numbers(store, share, samples), block_size)
+        for name, scores in drafted.items():
+            found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
+            found["less_first"] = difference(scores, first or [])
+            baselines.append({"baseline": name, "store": str(store_path), **found})
+    return {"held_out": share, "precision": precision, "rows": rows, "baselines": baselines}
 
 
 def _score(drafter: Drafter, head: Head, store: Store, numbers: Sequence[int]) -> list[SampleScore]:
@@ -106,16 +122,17 @@ def _score(drafter: Drafter, head: Head, store: Store, numbers: Sequence[int]) -
 
 def print_evaluation(found: dict[str, Any]) -> None:
     """Print what :func:`evaluate` returned as tables."""
-    rows = found["rows"]
+    rows, drafters = [*found["rows"], *found["baselines"]], found["rows"]
     several = len({row["store"] for row in rows}) > 1
-    names = [f"{row['checkpoint']} on {row['store']}" if several else row["checkpoint"] for row in rows]
-    known = found["held_out"] < 1 and not any(row["trained_on"] for row in rows)
+    names = [row.get("checkpoint") or row["baseline"] for row in rows]
+    names = [f"{name} on {row['store']}" if several else name for name, row in zip(names, rows, strict=True)]
+    known = found["held_out"] < 1 and not any(row["trained_on"] for row in drafters)
     what = "held-out samples" if known else "samples"
     forms = {"tau": ".3f", "95 %": ">", "tau_all": ".3f", "streak": ".3f", "full block": ".1%"}
     cells = [
         [
             name, row["tau"], "{:.2f} .. {:.2f}".format(*row["tau_interval"]), row["tau_all"], row["streak"],
-            row["full_block"], *(row["ddtree"][str(n)] for n in SIZES),
+            row["full_block"], *(row["ddtree"].get(str(n)) for n in SIZES),
         ]
         for name, row in zip(names, rows, strict=True)
     ]  # fmt: skip
@@ -124,7 +141,7 @@ def print_evaluation(found: dict[str, Any]) -> None:
         ["drafter", *forms.items(), *((f"DDTree-{n}", ".3f") for n in SIZES)],
         cells,
     )
-    for name, row in zip(names, rows, strict=True):
+    for name, row in zip(names, drafters, strict=False):
         if row["trained_on"]:
             print(f"{name}: it was trained on {row['trained_on']} of these samples, so its figures are too high")
         elif row["trained_on"] is None:

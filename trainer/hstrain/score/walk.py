@@ -95,7 +95,7 @@ def score_sample(
     """
     config = drafter.config
     anchors = anchor_candidates(sample.loss_mask.numpy())
-    left = _left(sample.loss_mask.numpy(), anchors)
+    left = tokens_left(sample.loss_mask.numpy(), anchors)
     correct, tree = [np.zeros((0, config.block_size - 1), np.bool_)], [np.zeros((0, len(trees)), np.int64)]
     device = head.embed_VH.device
     for first in range(0, len(anchors), _CHUNK_ANCHORS):
@@ -253,7 +253,7 @@ def _middle(values: NDArray[np.float64]) -> list[float]:
     return [float(q) for q in np.quantile(values, (0.025, 0.975))]
 
 
-def _left(loss_mask: NDArray[np.uint8], anchors: NDArray[np.int64]) -> NDArray[np.int64]:
+def tokens_left(loss_mask: NDArray[np.uint8], anchors: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how many supervised tokens follow each anchor without a gap."""
     ends = np.flatnonzero((loss_mask != 0) & np.append(loss_mask[1:] == 0, True))
     return ends[np.searchsorted(ends, anchors)] - anchors
