@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class FitReport:
         tau: Validation tau at the end.
         best_tau: The best validation tau.
         first_tau: Validation tau before the first step.
+        train_tau_all: Mean ``tau_all`` of this session's last steps; None where they drafted no block.
         skipped: Number of skipped samples.
         seconds: Wall time of this session.
         wait: Share of this time that the loop waited for data.
@@ -60,6 +61,7 @@ class FitReport:
     seconds: float = 0.0
     wait: float = 0.0
     overfit_at: int | None = None
+    train_tau_all: float | None = None
     validation: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -69,6 +71,9 @@ class FitReport:
             before = "" if self.first_tau is None else f" (before training {self.first_tau:.3f})"
             best = "" if self.best_tau is None else f", best {self.best_tau:.3f}"
             parts.append(f"validation tau {self.tau:.3f}{before}{best}")
+            if self.train_tau_all is not None:
+                pair = f"{self.train_tau_all:.3f} in the last steps, {self.validation['tau_all']:.3f} in validation"
+                parts.append(f"tau_all {pair}")
         if self.overfit_at is not None:
             parts.append(f"learnt by heart at step {self.overfit_at}")
         if self.skipped:
@@ -125,6 +130,7 @@ class _Run:
         self.report = FitReport(str(out))
         self.first_loss: float | None = None
         self.recent: deque[float] = deque(maxlen=_RECENT)
+        self.taus: deque[float] = deque(maxlen=_RECENT)
         self.skipped: set[str] = set()
         self.saved: int | None = None
         self.board: Board | None = None
@@ -177,6 +183,7 @@ class _Run:
                 if stopping and not finished:
                     raise Interrupted(self.stop[0] if self.stop else 15)
         self.report.steps = step
+        self.report.train_tau_all = fmean(self.taus) if self.taus else None
 
     def _document(self) -> dict[str, Any]:
         return {
@@ -269,6 +276,7 @@ class _Run:
         if record["blocks"]:
             self.first_loss = record["loss"] if self.first_loss is None else self.first_loss
             self.recent.append(record["loss"])
+            self.taus.append(record["tau"])
         if self.first_loss is None and step == min(self.t.total_steps, len(self.t.schedule.steps(0))):
             seen = sum(len(pack) for packs in self.t.schedule.steps(0)[:step] for pack in packs)
             raise InputError(

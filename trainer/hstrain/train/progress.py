@@ -79,8 +79,8 @@ class Log:
         mfu = f" | mfu {self._flops / spent / self._peak:.1%}" if self._peak is not None else ""
         acc = " ".join(f"{a:.2f}"[1:] if a < 1 else "1.0" for a in record["acc"][:7])
         say(
-            f"step {step}/{self._t.total_steps} | loss {record['loss']:.4f} | tau {record['tau']:.3f} | acc {acc} | "
-            f"lr {record['lr']:.2e} | norm {record['grad_norm']:.2f} | {tokens:,.0f} tok/s | wait {wait:.1%} | "
+            f"step {step}/{self._t.total_steps} | loss {record['loss']:.4f} | tau_all {record['tau']:.3f} | acc {acc} "
+            f"| lr {record['lr']:.2e} | norm {record['grad_norm']:.2f} | {tokens:,.0f} tok/s | wait {wait:.1%} | "
             f"{size(memory)}{mfu} | ETA {duration(left)}"
         )
         out = {
