@@ -80,9 +80,9 @@ def test_an_answer_contains_its_end_token(endpoint: str, corpus: Path, smollm2: 
         assert (cut["tokens"], cut["stop_type"], cut["tokens_predicted"]) == (ids[:-1], "limit", len(ids) - 1)
 
 
-@pytest.fixture(scope="module")
-def run(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return overfit(store, tmp_path_factory.mktemp("run") / "full", ["full_attention"] * 2)
+@pytest.fixture(scope="module", params=["full_attention", "sliding_attention"])
+def run(store: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return overfit(store, tmp_path_factory.mktemp("run") / "run", [request.param] * 2)
 
 
 @pytest.fixture(scope="module")

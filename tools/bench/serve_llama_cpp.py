@@ -14,10 +14,9 @@ For every prompt
 Either may differ where two tokens are equally likely within float32's rounding; it is printed where. Any other
 difference gives the exit status 1.
 
-llama.cpp has one flag for all layers of a drafter that says whether a slot sees the slots after it, and the layout
-``zlab`` does not set it. Layers of full attention are served as they were trained; sliding ones, which are causal, are
-not. A drafter of sliding layers only is with ``"is_causal": true`` in the export's ``config.json``; a mixed one cannot
-be.
+llama.cpp has one flag for all layers of a drafter that says whether a slot sees the slots after it. An export sets it
+where all layers are sliding ones, which are causal. A drafter with both kinds of layers cannot be served as it was
+trained.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         target = args.target_gguf or llama_cpp_env.convert(args.target, scratch / "target.gguf")
         draft = to_gguf(drafter, head, args.target, scratch)
         slot_tokens = max(map(len, prompts.values()), default=0) + args.max_new_tokens + drafter.config.block_size
-        if "sliding_attention" in drafter.config.layer_types:
+        if len(set(drafter.config.layer_types)) > 1:
             say("llama.cpp lets the sliding layers see a whole block, but they were trained to see only earlier slots")
         plain = serve(target, None, prompts, args.max_new_tokens, slot_tokens, scratch)
         drafted = serve(target, (draft, drafter.config.block_size), prompts, args.max_new_tokens, slot_tokens, scratch)

@@ -102,6 +102,17 @@ def test_speculators_counts_taps_from_one_and_leaves_the_targets_weights_out(tmp
     assert load_file(tmp_path / "out/model.safetensors").keys() == drafters.drafter("full").state_dict().keys()
 
 
+@pytest.mark.parametrize(
+    ("kind", "served"), [("full", "-md out.gguf"), ("sliding", "-md out.gguf"), ("mixed", "fewer")]
+)
+def test_llama_cpp_is_told_that_all_layers_are_causal_where_they_are(tmp_path: Path, kind: str, served: str) -> None:
+    """It has one flag for all layers; the card says so of a drafter with both kinds."""
+    export_drafter("zlab", drafters.drafter(kind), drafters.head(), tmp_path / "out", provenance=FACTS)
+    assert read(tmp_path / "out").get("is_causal") is (True if kind == "sliding" else None)
+    card = (tmp_path / "out/README.md").read_text()
+    assert served in card.partition("llama.cpp")[2]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_card_says_what_it_is_how_to_serve_it_and_where_it_comes_from(tmp_path: Path, layout: str) -> None:
     export_drafter(layout, drafters.drafter("sliding"), drafters.head(), tmp_path / "out", provenance=FACTS)

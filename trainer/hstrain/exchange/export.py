@@ -234,4 +234,14 @@ def _serving(layout: Layout, config: DrafterConfig, target: str, name: str) -> s
         f"    python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
         f"--speculative-draft-model-path {name}\n"
     )
-    return f"vLLM and SGLang (neither tried by the program that wrote this card):\n\n{vllm}{sglang}"
+    llama_cpp = f"""    python convert_hf_to_gguf.py {name} --target-model-dir {target} --outfile {name}.gguf
+    llama-server -m TARGET.gguf -md {name}.gguf --spec-type draft-dflash --spec-draft-n-max {config.block_size - 1}
+"""
+    if mixed:
+        llama_cpp = "llama.cpp makes no layer causal, the sliding ones either: it would accept fewer tokens.\n"
+    return f"""vLLM and SGLang (neither tried by the program that wrote this card):
+
+{vllm}{sglang}
+llama.cpp:
+
+{llama_cpp}"""

@@ -106,7 +106,10 @@ def zlab_config(config: DrafterConfig, head: TargetHead, dtype: str) -> dict[str
         nested["final_logit_softcapping"] = relation["softcap"]
     if config.embed_scale != 1:
         nested["input_embedding_scale"] = config.embed_scale
+    # llama.cpp has one flag for all layers, false where the key is absent; other engines go by the types of the layers
+    causal = {"is_causal": True} if set(config.layer_types) == {"sliding_attention"} else {}
     return qwen3_config(config) | {
+        **causal,
         "architectures": ["DFlashDraftModel"],
         "block_size": config.block_size,
         "dflash_config": nested,
