@@ -55,7 +55,7 @@ REASONS: dict[str, str] = {
 }
 """Why ``tokenize`` rejects a row."""
 Turns = Literal["auto", "each", "last"]
-_BATCH_ROWS = 256
+_BATCH_ROWS = 128
 
 
 @dataclass(frozen=True)
