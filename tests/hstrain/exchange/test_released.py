@@ -59,6 +59,7 @@ SAME: dict[str, Change] = {
     "neutral keys": lambda c: c.update(
         dflash_config=c["dflash_config"] | {"use_swa": False, "attention_sink_bias": None}
     ),
+    "Automodel's name of it": lambda c: c.update(architectures=["Qwen3DFlashDraftModel"]),
     "what a server ignores": lambda c: c.update(auto_map={"AutoModel": "x"}, torch_dtype="bfloat16", eos_token_id=3),
 }
 
@@ -248,7 +249,7 @@ def test_speculators_needs_the_target_to_know_its_layers(change: Callable[..., P
 WEIGHTS: dict[str, tuple[str, Change]] = {
     "missing": ("drafter-weights", lambda w: w.pop("layers.1.mlp.up_proj.weight")),
     "unexpected": ("drafter-weights", lambda w: w.update({"layers.0.self_attn.q_proj.bias": torch.zeros(64)})),
-    "embedding": ("drafter-weights", lambda w: w.update({"embed_tokens.weight": torch.zeros(512, 64)})),
+    "embedding": ("drafter-shape", lambda w: w.update({"embed_tokens.weight": torch.zeros(512, 32)})),
     "prefixed": ("drafter-weights", lambda w: [w.update({f"model.{k}": w.pop(k)}) for k in list(w)]),
     "shape": ("drafter-shape", lambda w: w.update({"fc.weight": torch.zeros(64, 128)})),
     "integers": ("drafter-shape", lambda w: w.update({"norm.weight": torch.ones(64, dtype=torch.int8)})),
@@ -262,9 +263,10 @@ def test_weights_must_be_those_of_the_config(change: Callable[..., Path], how: s
     assert code_of(change(weights=weights)) == code
 
 
+@pytest.mark.parametrize("layout", ["speculators", "zlab"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_the_target_in_speculators_files_are_compared_with_it(
-    change: Callable[..., Path], dtype: torch.dtype
+def test_weights_of_the_target_in_a_drafters_files_are_compared_with_it(
+    change: Callable[..., Path], layout: str, dtype: torch.dtype
 ) -> None:
     head = drafters.head()
 
@@ -273,7 +275,7 @@ def test_weights_of_the_target_in_speculators_files_are_compared_with_it(
         weights["lm_head.weight"] = head.lm_head.to(dtype)
         weights["verifier_norm.weight"] = head.norm.to(dtype)
 
-    folder = change("speculators", "full", weights=add)
+    folder = change(layout, "full", weights=add)
     _, facts = read_checkpoint(folder, head)
     assert sorted(facts.notes) == [
         f"{name}.weight equals the target's: not used" for name in ("embed_tokens", "lm_head", "verifier_norm")

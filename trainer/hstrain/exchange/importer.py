@@ -39,7 +39,7 @@ _OF_TARGET = {
     "verifier_lm_head.weight": "lm_head",
     "verifier_norm.weight": "norm",
 }
-"""Weights of the target that speculators' files may contain -> their names in :class:`TargetHead`."""
+"""Weights of the target that a drafter's files may contain -> their names in :class:`TargetHead`."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FAST = "size-mtime:"
 
@@ -216,7 +216,7 @@ def read_checkpoint(
             f"{path}/mask_embedding.pt: a separate embedding for the mask, expected the target's row of the mask id",
         )
     tensors = _read_weights(path)
-    weights = {name: tensor for name, tensor in tensors.items() if read.layout == "zlab" or name not in _OF_TARGET}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in _OF_TARGET}
     with torch.device("meta"):
         drafter = Drafter(read.config)
     _check_weights(path, weights, drafter)

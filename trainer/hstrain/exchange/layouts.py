@@ -44,6 +44,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_swa": (False,),
 }
 """Keys that change what a drafter computes -> values, besides null, for which it computes the same as ours."""
+_ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
+"""Names under which DFlash drafters are published; the second is that of NeMo Automodel."""
 _NESTED = {"block_size", "causal", "final_logit_softcapping", "input_embedding_scale", "is_causal", "mask_token_id",
            "num_target_layers", "output_multiplier", "swa_window_size", "target_layer_ids"}  # fmt: skip
 """Keys of ``dflash_config`` that are read, besides the neutral ones."""
@@ -281,8 +283,8 @@ def _layout(path: Path, raw: Mapping[str, Any]) -> Layout:
         if raw["speculators_model_type"] != "dflash":
             raise _unsupported(path, "speculators_model_type", raw["speculators_model_type"], "'dflash'")
         return "speculators"
-    if raw.get("architectures") != ["DFlashDraftModel"]:
-        raise _unsupported(path, "architectures", raw.get("architectures"), "['DFlashDraftModel']")
+    if raw.get("architectures") not in [[name] for name in _ARCHITECTURES]:
+        raise _unsupported(path, "architectures", raw.get("architectures"), f"one of {_ARCHITECTURES}")
     return "zlab"
 
 
