@@ -36,7 +36,7 @@ from hscache.corpus.origin import origin
 from hscache.corpus.readers import read_sample
 from hscache.corpus.writer import CorpusReport, CorpusWriter
 from hscache.errors import EnvironmentFault, InputError
-from hscache.model.facts import config_shape, end_token_ids
+from hscache.model.facts import config_numbers, end_token_ids
 from hscache.rows import Reject
 
 REASONS: dict[str, str] = {
@@ -438,4 +438,4 @@ def _text(value: object) -> str | None:
 def _vocab_size(target: Path) -> int | None:
     """Return the rows of the target's embedding; None when the directory has no config."""
     directory = target.expanduser()
-    return config_shape(directory).vocab_size if (directory / "config.json").is_file() else None
+    return config_numbers(directory, "vocab_size")[0] if (directory / "config.json").is_file() else None

@@ -25,7 +25,6 @@ from hscache.manifest import (
     TargetSpec,
 )
 
-_SHAPE_KEYS = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "vocab_size": "vocab_size"}
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model",
@@ -67,7 +66,20 @@ def resolve_path(spec: TargetSpec, *, download: bool) -> Path | None:
 
 
 def config_shape(directory: Path) -> TargetShape:
-    """Return layers, width and vocabulary of a checkpoint's language model.
+    """Return layers, width and vocabulary of a checkpoint's language model; see :func:`config_numbers`.
+
+    Raises:
+        EnvironmentFault: ``target-config``.
+    """
+    found = config_numbers(directory, "num_hidden_layers", "hidden_size", "vocab_size")
+    try:
+        return TargetShape(**dict(zip(TargetShape.model_fields, found, strict=True)))
+    except ValueError as error:
+        raise EnvironmentFault("target-config", f"{directory}/config.json: {error}") from error
+
+
+def config_numbers(directory: Path, *keys: str) -> list[int]:
+    """Return numbers of the config of a checkpoint's language model.
 
     They are in ``config.json``, or in its ``text_config`` where the language model is a part. Where one is missing,
     because the family has a default or another name for it, transformers' class of the config decides.
@@ -79,16 +91,18 @@ def config_shape(directory: Path) -> TargetShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         text = config.get("text_config", config)
-        found = {name: text.get(key) for name, key in _SHAPE_KEYS.items()}
-        if None in found.values():
+        found = [text.get(key) for key in keys]
+        if None in found:
             from transformers import AutoConfig  # seconds; the usual config needs none of it
 
             read = AutoConfig.from_pretrained(str(directory)).get_text_config()
-            found = {name: getattr(read, key) for name, key in _SHAPE_KEYS.items()}
-        return TargetShape(**found)
+            found = [getattr(read, key) for key in keys]
+        if wrong := [f"{key} is {value!r}" for key, value in zip(keys, found, strict=True) if type(value) is not int]:
+            raise ValueError(", ".join(wrong))
     except Exception as error:  # config classes of transformers raise many kinds
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise EnvironmentFault("target-config", f"{path}: no shape of a language model can be read: {what}") from error
+        raise EnvironmentFault("target-config", f"{path}: not the config of a language model: {what}") from error
+    return found
 
 
 def read_shape(spec: TargetSpec, directory: Path | None) -> TargetShape:

@@ -138,17 +138,16 @@ def serve(stub: Stub) -> Iterator[str]:
                 stub.headers.append(dict(self.headers))
             if stub.delay_s:
                 stub.closing.wait(stub.delay_s)
-            try:
-                self._answer(body, stub.fault(prompt, before) if self.path == PATHS[stub.kind] else "404")
-            finally:
-                with stub.lock:
-                    stub.running -= 1
+            with stub.lock:  # before the answer: the client may send its next request as soon as it has it
+                stub.running -= 1
+            self._answer(body, stub.fault(prompt, before) if self.path == PATHS[stub.kind] else "404")
 
         def _answer(self, body: dict[str, Any], fault: str | None) -> None:
             if fault is not None and fault.split()[0].isdecimal():
                 status, *after = fault.split(maxsplit=1)
                 self._say(int(status), f"status {status}; {self.headers.get('Authorization')}".encode(), *after)
-            elif fault == "hang":
+            elif fault == "hang":  # runs until the server ends, whether the client waits or not
+                stub.running += 1
                 stub.closing.wait(60)
             elif fault == "reset":
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
