@@ -114,6 +114,7 @@ def test_the_checkpoints_own_taste_has_no_effect(
     assert "min_p, no_repeat_ngram_size, repetition_penalty, temperature, top_k" in said
 
 
+@pytest.mark.thorough
 def test_taste_in_an_old_checkpoints_config_has_no_effect_either(prompts: Path, tmp_path: Path) -> None:
     target = copy_target(tmp_path / "target")
     config = json.loads((target / "config.json").read_text())

@@ -131,7 +131,7 @@ def supervised(tmp_path: Path, target: Path, row: dict[str, Any], template: str 
     return [decode([token for _, token in run]) for marked, run in runs if marked]
 
 
-@pytest.mark.parametrize("before", [2, 4])
+@pytest.mark.parametrize("before", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_turns_are_supervised_alike_by_marks_and_by_boundaries_smollm2(
     tmp_path: Path, smollm2: Path, before: int
 ) -> None:

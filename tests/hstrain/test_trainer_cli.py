@@ -136,6 +136,7 @@ def test_speculate_as_text(hstrain: Any, at: list[object]) -> None:
     assert "speculate: 2/2 prompts (100%)" in answer.err
 
 
+@pytest.mark.thorough
 def test_figures_go_to_a_file_a_picture_and_one_page(hstrain: Any, hybrid: Hybrid, at: list[object]) -> None:
     root = hybrid.run.parent
     for name, words in (
@@ -185,6 +186,7 @@ def test_speculate_with_a_tree_by_chance(hstrain: Any, at: list[object]) -> None
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.thorough
 def test_any_seed_is_one(hstrain: Any, at: list[object]) -> None:
     """Each prompt's is a multiple of it, which torch's 64 bits need not hold."""
     chance = ("--limit", 2, "--max-new-tokens", 8, "--temperature", 0.9)

@@ -155,6 +155,7 @@ def test_the_last_block_is_seen_before_the_norm(target: LoadedTarget, rows: list
     torch.testing.assert_close(normed, final, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.thorough
 def test_out_of_memory_halves_the_batch_and_changes_nothing(
     target: LoadedTarget, rows: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def test_chat_template_marks_what_the_assistant_wrote(tokenizer):
     assert encoded["assistant_masks"][: len(prompt)] == [0] * len(prompt)
 
 
+@pytest.mark.thorough
 def test_prompts_come_from_files_never_trained_on(tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(TOOLS)
     import heldout_prompts

@@ -220,7 +220,7 @@ def one_row_too_few(self: Any, draft: Any, rows: list[int]) -> None:
 right = LiveTarget._keep_path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("fault", [not_put_back, not_cropped, one_row_too_few])
 def test_a_target_that_is_put_back_wrongly_is_found(drafter_and_head, prompts, monkeypatch, fault, dtype):
     monkeypatch.setattr(LiveTarget, "_keep_path", fault)
@@ -232,6 +232,7 @@ def test_a_target_that_is_put_back_wrongly_is_found(drafter_and_head, prompts, m
         assert lossless["unexplained"] == lossless["compared"] - lossless["equal"]
 
 
+@pytest.mark.thorough
 def test_bf16_parts_only_where_it_rounds(drafter_and_head, prompts):
     report = run(drafter_and_head, prompts, Sampling(max_new_tokens=24), dtype="bfloat16")
     assert report["lossless"]["unexplained"] == 0

@@ -235,6 +235,7 @@ def test_a_run_that_learnt_by_heart_ends_with_a_validation_and_is_left_as_it_is(
     assert held[1]["tau"] == held[0]["tau"]  # of the one that moved no weight
 
 
+@pytest.mark.thorough
 def test_validations_and_checkpoints_do_not_count_as_training(
     little: Little, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
