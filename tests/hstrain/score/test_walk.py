@@ -122,6 +122,8 @@ def test_the_walk_is_that_of_decoding_one_block_at_a_time(
     steps = [step for walk in slow for step in walk]
     assert set(steps) == {1, 2, 3, 4}
     assert found["tau"] == pytest.approx(sum(steps) / len(steps))
+    assert found["tau_per_response"] == pytest.approx(np.mean([sum(walk) / len(walk) for walk in slow if walk]))
+    assert found["tau_per_response"] != pytest.approx(found["tau"], abs=1e-3)
     assert found["histogram"] == [Counter(steps)[n] for n in range(1, K + 2)]
     # every supervised token but the first of a turn, which prefill gives, comes from exactly one step
     assert sum(steps) == sum(stop - max(start, 1) - 1 for one in samples for start, stop in turns_of(one))
@@ -132,6 +134,7 @@ def test_averages_over_all_anchors_are_those_of_a_loop(
 ) -> None:
     yields, streaks, full = [], [], []
     right: list[list[bool]] = [[] for _ in range(K)]
+    after: list[list[bool]] = [[] for _ in range(K)]
     for one in samples:
         for start, stop in turns_of(one):
             for at in range(max(start, 1), stop - 1):
@@ -141,6 +144,8 @@ def test_averages_over_all_anchors_are_those_of_a_loop(
                 yields.append(min(streak + 1, len(rest)))
                 for k in range(min(K, len(rest))):
                     right[k].append(int(logprobs[k].argmax()) == rest[k])
+                    if k <= streak:
+                        after[k].append(right[k][-1])
                 if len(rest) >= K:
                     full.append(streak == K)
     found = summarise(scores)
@@ -149,6 +154,7 @@ def test_averages_over_all_anchors_are_those_of_a_loop(
     assert found["tau_all"] == pytest.approx(np.mean(yields))
     assert found["streak"] == pytest.approx(np.mean(streaks))
     assert found["acc"] == pytest.approx([np.mean(slot) for slot in right])
+    assert found["acc_after_right"] == pytest.approx([np.mean(slot) for slot in after])
     assert found["full_block"] == pytest.approx(np.mean(full))
     assert 0 < found["full_block"] < 1
     assert found["tau_all"] != pytest.approx(found["tau"], abs=1e-3)  # another number

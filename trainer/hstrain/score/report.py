@@ -128,11 +128,11 @@ def print_evaluation(found: dict[str, Any]) -> None:
     names = [f"{name} on {row['store']}" if several else name for name, row in zip(names, rows, strict=True)]
     known = found["held_out"] < 1 and not any(row["trained_on"] for row in drafters)
     what = "held-out samples" if known else "samples"
-    forms = {"tau": ".3f", "95 %": ">", "tau_all": ".3f", "streak": ".3f", "full block": ".1%"}
+    forms = {"tau": ".3f", "95 %": ">", "per response": ".3f", "tau_all": ".3f", "streak": ".3f", "full block": ".1%"}
     cells = [
         [
-            name, row["tau"], "{:.2f} .. {:.2f}".format(*row["tau_interval"]), row["tau_all"], row["streak"],
-            row["full_block"], *(row["ddtree"].get(str(n)) for n in SIZES),
+            name, row["tau"], "{:.2f} .. {:.2f}".format(*row["tau_interval"]), row["tau_per_response"], row["tau_all"],
+            row["streak"], row["full_block"], *(row["ddtree"].get(str(n)) for n in SIZES),
         ]
         for name, row in zip(names, rows, strict=True)
     ]  # fmt: skip
@@ -157,6 +157,8 @@ def print_evaluation(found: dict[str, Any]) -> None:
 
     slots = range(1, max(len(row["acc"]) for row in rows) + 1)
     print_by("accuracy by slot", slots, [dict(enumerate(row["acc"], 1)) for row in rows])
+    given = [dict(enumerate(row["acc_after_right"], 1)) for row in rows]
+    print_by("accuracy by slot where all slots before it are right", slots, given)
     titles = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}
     for kind, title in titles.items():
         keys = list(dict.fromkeys(key for row in rows for key in row[kind]))

@@ -173,9 +173,11 @@ def check_finite(who: str, *tensors: torch.Tensor) -> None:
 def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
     """Return the usual figures over samples, JSON-plain.
 
-    Keys: ``tau`` with its 95 % ``tau_interval`` (bootstrap over samples), ``tau_all``, ``streak``, ``acc`` (by slot,
-    beginning with slot 1), ``full_block`` (share of wholly accepted blocks among those that fit into their turn),
-    ``histogram`` of walk steps by yield, ``ddtree`` (nodes -> walk tau with trees), ``samples``, ``anchors``.
+    Keys: ``tau`` with its 95 % ``tau_interval`` (bootstrap over samples); ``tau_per_response``, the mean of the
+    samples' own taus, as some papers report it; ``tau_all``; ``streak``; ``acc`` by slot, beginning with slot 1;
+    ``acc_after_right``, the same where all slots before are right; ``full_block``, the share of wholly accepted blocks
+    among those that fit into their turn; ``histogram`` of walk steps by yield; ``ddtree`` (nodes -> walk tau with
+    trees); ``samples``; ``anchors``.
     """
     scores = [score for score in scores if len(score.anchors_N)]
     if not scores:
@@ -185,20 +187,29 @@ def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
     correct, left = (np.concatenate([getattr(s, name) for s in scores]) for name in ("correct_NK", "left_N"))
     streak = np.concatenate([score.streak for score in scores])
     there = np.arange(K) < left[:, None]
+    reached = np.c_[np.ones((len(left), 1), np.bool_), np.logical_and.accumulate(correct, 1)[:, :-1]] & there
     whole = left >= K
     steps = np.concatenate([np.array(walk) for walk in walks])
     return {
         "tau": _tau(walks),
         "tau_interval": _middle(_drawn_taus(walks)),
+        "tau_per_response": float(np.mean([sum(walk) / len(walk) for walk in walks])),
         "tau_all": float(np.minimum(streak + 1, left).mean()),
         "streak": float(streak.mean()),
-        "acc": [float(correct[there[:, k], k].mean()) if there[:, k].any() else None for k in range(K)],
+        "acc": _means(correct, there),
+        "acc_after_right": _means(correct, reached),
         "full_block": float((streak[whole] == K).mean()) if whole.any() else None,
         "histogram": np.bincount(steps, minlength=K + 2)[1:].tolist(),
         "ddtree": {str(n): _tau([s.walk(s.tree_Ns[:, i]) for s in scores]) for i, n in enumerate(scores[0].sizes)},
         "samples": len(scores),
         "anchors": len(left),
     }
+
+
+def _means(correct_NK: NDArray[np.bool_], counted_NK: NDArray[np.bool_]) -> list[float | None]:
+    """Return the share of right slots among those that count, by slot; None where none counts."""
+    n_K, right_K = counted_NK.sum(0), (correct_NK & counted_NK).sum(0)
+    return [float(right / n) if n else None for right, n in zip(right_K, n_K, strict=True)]
 
 
 def by_tag(scores: Sequence[SampleScore]) -> dict[str, float]:
