@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,6 +25,7 @@ from hscache.console import (
 
 if TYPE_CHECKING:
     from hscache.store.head import TargetHead
+    from hstrain.score.walk import Cost
 
 app = command_line("hstrain", "Fit a DFlash drafter from an hscache store, without the target.")
 
@@ -140,6 +142,13 @@ def eval_(
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Score only the first N of these samples.")] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Precision of the drafter.")] = "fp32",
+    cost: Annotated[
+        str | None,
+        typer.Option(
+            metavar="draft=X,verify=Y",
+            help="Predict speeds by drafted tokens; costs in plain tokens, as hstrain speculate prints them.",
+        ),
+    ] = None,
     device: Device = None,
     plot: Plot = None,
     out: Figures = None,
@@ -153,8 +162,25 @@ def eval_(
     from hstrain.score.report import evaluate, print_evaluation
 
     _check_writable(out, plot)
-    found = evaluate(checkpoints, store, held_out=held_out, samples=samples, precision=precision, device=device)
+    found = evaluate(
+        checkpoints, store, held_out=held_out, samples=samples, precision=precision, device=device, cost=_cost(cost)
+    )
     _show(found, print_evaluation, plot_evaluation, plot=plot, out=out, json=json)
+
+
+def _cost(text: str | None) -> Cost | None:
+    from hstrain.score.walk import Cost
+
+    if text is None:
+        return None
+    match = re.fullmatch(r"draft=([0-9.]+),verify=([0-9.]+)", text.replace(" ", ""))
+    try:
+        found = Cost(*map(float, match.groups())) if match else None
+    except ValueError:
+        found = None
+    if found is None or found.verify < 1:
+        raise typer.BadParameter(f"--cost {text}: expected draft=X,verify=Y with Y of at least 1, in plain tokens")
+    return found
 
 
 @app.command()

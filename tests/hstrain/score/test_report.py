@@ -330,7 +330,7 @@ def test_eval_as_json(hstrain: Any, row: dict[str, Any], run: Path, little: Litt
     answer = hstrain("eval", run, "--store", little.path, "--device", "cpu", "--json")
     assert answer.status == 0
     baselines = answer.json.pop("baselines")
-    assert answer.json == {"held_out": 0.3, "precision": "fp32", "rows": [row], "baselines": baselines}
+    assert answer.json == {"held_out": 0.3, "precision": "fp32", "rows": [row], "baselines": baselines, "cost": None}
     assert [found["baseline"] for found in baselines] == ["bigram", "5-gram", "lookup", "lookup, 5-gram"]
     for found in baselines:
         assert (found["samples"], found["anchors"], found["ddtree"]) == (row["samples"], row["anchors"], {})
@@ -357,9 +357,25 @@ def test_eval_as_tables(hstrain: Any, row: dict[str, Any], run: Path, little: Li
     assert "tau less that of the first row, on the same samples" in both
 
 
+def test_eval_predicts_speeds_from_costs(hstrain: Any, row: dict[str, Any], run: Path, little: Little) -> None:
+    words = ("eval", run, "--store", little.path, "--device", "cpu", "--cost", "draft=0.5,verify=1.5")
+    answer = hstrain(*words, "--json")
+    assert (answer.status, answer.json["cost"]) == (0, {"draft": 0.5, "verify": 1.5})
+    speeds = answer.json["rows"][0]["speed"]
+    assert speeds.keys() == {"all", "code", "math"}
+    assert speeds["all"][-1] == pytest.approx(row["tau"] / 2)
+    assert speeds["code"][-1] == pytest.approx(row["by_tag"]["code"] / 2)
+    text = hstrain(*words).out
+    assert "predicted speed by drafted tokens" in text
+    assert "/run, math " in text
+    for wrong in ("draft=1", "draft=1,verify=0.5", "verify=2,draft=1", "draft=1.2.3,verify=2"):
+        answer = hstrain(*words[:-1], wrong)
+        assert (answer.status, answer.code) == (2, "usage")
+
+
 def test_drafters_of_other_block_sizes_share_the_tables(capsys: pytest.CaptureFixture[str], row: Any) -> None:
     longer = {**row, "checkpoint": "longer", "acc": [*row["acc"], 0.123, None]}
-    print_evaluation({"held_out": 0.3, "precision": "fp32", "rows": [row, longer], "baselines": []})
+    print_evaluation({"held_out": 0.3, "precision": "fp32", "rows": [row, longer], "baselines": [], "cost": None})
     out = capsys.readouterr().out
     heads = [line.split()[1:] for line in out.splitlines() if line.split()[:3] == ["drafter", "1", "2"]]
     assert heads == 2 * [[str(k) for k in range(1, len(row["acc"]) + 3)]]  # plain, and where all before are right

@@ -17,7 +17,15 @@ from hstrain.drafter.losses import Head
 from hstrain.drafter.model import Drafter, DrafterConfig, block_inputs, initialise
 from hstrain.score import walk as evaluate
 from hstrain.score.ddtree import accepted_lengths
-from hstrain.score.walk import SampleScore, difference, score_sample, score_store, summarise
+from hstrain.score.walk import (
+    Cost,
+    SampleScore,
+    difference,
+    score_sample,
+    score_store,
+    speed_by_length,
+    summarise,
+)
 from torch import Tensor
 
 import hscache
@@ -158,6 +166,23 @@ def test_averages_over_all_anchors_are_those_of_a_loop(
     assert found["full_block"] == pytest.approx(np.mean(full))
     assert 0 < found["full_block"] < 1
     assert found["tau_all"] != pytest.approx(found["tau"], abs=1e-3)  # another number
+
+
+def test_predicted_speeds_are_those_of_walks_with_shorter_blocks(
+    drafter: Drafter, samples: list[Sample], scores: list[SampleScore]
+) -> None:
+    cost = Cost(draft=0.25, verify=1.75)
+    assert (cost.step(K, K), cost.step(0, K)) == (2.0, 1.25)
+    found = speed_by_length(scores, cost)
+    for n, speed in enumerate(found, 1):
+        steps = [
+            step
+            for one in samples
+            for step in slow_walk(drafter, one, lambda logprobs, rest, n=n: greedy(logprobs[:n], rest))
+        ]
+        assert max(steps) <= n + 1
+        assert speed == pytest.approx(np.mean(steps) / (0.25 + 1 + 0.75 * n / K))
+    assert found[-1] == pytest.approx(summarise(scores)["tau"] / 2)
 
 
 def test_the_last_anchors_of_a_turn_yield_what_is_left(scores: list[SampleScore]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,15 @@ from hstrain.exchange.importer import CONFIG_FILE, check_store, open_drafter, wa
 from hstrain.run.checkpoint import load_drafter, weights_digest
 from hstrain.score.baselines import baseline_scores
 from hstrain.score.ddtree import SIZES
-from hstrain.score.walk import SampleScore, by_tag, difference, score_store, summarise
+from hstrain.score.walk import (
+    Cost,
+    SampleScore,
+    by_tag,
+    difference,
+    score_store,
+    speed_by_length,
+    summarise,
+)
 
 POSITIONS = (0, 16, 64, 256, 1024)
 """Lower bounds of the bins by the place of an anchor in its sample, counted in anchors."""
@@ -45,6 +53,7 @@ def evaluate(
     samples: int | None = None,
     precision: str = "fp32",
     device: str | None = None,
+    cost: Cost | None = None,
 ) -> dict[str, Any]:
     """Score checkpoints on the held-out samples of stores.
 
@@ -56,6 +65,7 @@ def evaluate(
         samples: Score only the first of these samples, this many; None for all.
         precision: ``fp32`` or ``bf16``.
         device: Such as ``cuda:0``; None for CUDA if there is one.
+        cost: Cost of a step, from which speeds are predicted; None for no predictions.
 
     Returns:
         JSON-plain: ``held_out``, ``precision``, and ``rows``, one for each checkpoint and store, as
@@ -63,7 +73,8 @@ def evaluate(
         that it, or a drafter that it started from, is known to have been trained on, None if that is unknown; and
         ``less_first``, the :func:`hstrain.score.walk.difference` from the first row, None in the first row. And
         ``baselines``: the same figures, without trees, of drafting without a model (:mod:`hstrain.score.baselines`) on
-        the samples of each corpus.
+        the samples of each corpus; ``cost`` as given, and with it in each row ``speed``: for ``all`` samples and for
+        each tag the predictions of :func:`hstrain.score.walk.speed_by_length`.
 
     Raises:
         HscacheError: For errors that a user can fix.
@@ -88,6 +99,8 @@ def evaluate(
             say(f"{path} on {store_path}: {len(numbers)} samples")
             scores = _score(drafter, head, store, numbers)
             found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
+            if cost is not None:
+                found["speed"] = _speeds(scores, cost)
             found["trained_on"] = _trained_on(store, numbers, past)
             found["less_first"] = None if first is None else difference(scores, first)
             first = first or scores
@@ -102,7 +115,14 @@ def evaluate(
             found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
             found["less_first"] = difference(scores, first or [])
             baselines.append({"baseline": name, "store": str(store_path), **found})
-    return {"held_out": share, "precision": precision, "rows": rows, "baselines": baselines}
+    costs = None if cost is None else asdict(cost)
+    return {"held_out": share, "precision": precision, "rows": rows, "baselines": baselines, "cost": costs}
+
+
+def _speeds(scores: Sequence[SampleScore], cost: Cost) -> dict[str, list[float]]:
+    tags = sorted({score.tag for score in scores if score.tag and len(score.anchors_N)})
+    found = {tag: speed_by_length([score for score in scores if score.tag == tag], cost) for tag in tags}
+    return {"all": speed_by_length(scores, cost), **(found if len(tags) > 1 else {})}
 
 
 def _score(drafter: Drafter, head: Head, store: Store, numbers: Sequence[int]) -> list[SampleScore]:
@@ -159,6 +179,15 @@ def print_evaluation(found: dict[str, Any]) -> None:
     print_by("accuracy by slot", slots, [dict(enumerate(row["acc"], 1)) for row in rows])
     given = [dict(enumerate(row["acc_after_right"], 1)) for row in rows]
     print_by("accuracy by slot where all slots before it are right", slots, given)
+    if cost := found["cost"]:
+        body = [
+            [f"{name}, {tag}", *speeds, max(range(len(speeds)), key=speeds.__getitem__) + 1]
+            for name, row in zip(names, drafters, strict=False)
+            for tag, speeds in row["speed"].items()
+        ]
+        title = "predicted speed by drafted tokens, in times that without a drafter"
+        terms = f"draft {cost['draft']:g}, verify {cost['verify']:g} tokens"
+        table(f"{title} ({terms})", ["drafter", *((str(k), ".2f") for k in slots), ("best", "d")], body)
     titles = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}
     for kind, title in titles.items():
         keys = list(dict.fromkeys(key for row in rows for key in row[kind]))

@@ -219,6 +219,34 @@ def by_tag(scores: Sequence[SampleScore]) -> dict[str, float]:
     return {tag: float(figures["tau"]) for tag, figures in groups.items() if figures["samples"]}  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs, in the time of one token without a drafter.
+
+    Attributes:
+        draft: Drafting a block.
+        verify: The target's pass over a whole block, anchor included; at least 1, which a pass over one token takes.
+    """
+
+    draft: float
+    verify: float
+
+    def step(self, drafted: int, most: int) -> float:
+        """Return the cost of a step that drafts fewer tokens than the block has; rows are taken to cost alike."""
+        return self.draft + 1 + (self.verify - 1) * drafted / most
+
+
+def speed_by_length(scores: Sequence[SampleScore], cost: Cost) -> list[float]:
+    """Return the predicted speed, in times that without a drafter, when 1, 2, ... B - 1 tokens are drafted a step.
+
+    The walk is that of :func:`summarise` with shorter blocks; it is greedy, one request at a time.
+    """
+    scores = [score for score in scores if len(score.anchors_N)]
+    most = scores[0].correct_NK.shape[1] if scores else 0
+    taus = [_tau([score.walk(np.minimum(score.streak, n)) for score in scores]) for n in range(1, most + 1)]
+    return [tau / cost.step(n, most) for n, tau in enumerate(taus, 1)]
+
+
 def difference(scores: Sequence[SampleScore], base: Sequence[SampleScore]) -> dict[str, object] | None:
     """Return the difference of tau over the samples that two lists of scores share; None if they share none.
 
