@@ -342,7 +342,12 @@ def test_eval_as_tables(hstrain: Any, row: dict[str, Any], run: Path, little: Li
     answer = hstrain("eval", run, "--store", little.path, "--device", "cpu")
     assert answer.status == 0
     assert f"{row['samples']} held-out samples, {row['anchors']} anchors, fp32" in answer.out
-    for title in ("accuracy by slot", "tau by tag", "tau_all by place of the anchor in the answer"):
+    for title in (
+        "accuracy by slot",
+        "expected when both sample at temperature 1",
+        "tau by tag",
+        "tau_all by place of the anchor in the answer",
+    ):
         assert title in answer.out
     for name in ("tau", "tau_all", "streak", "DDTree-8", "DDTree-64", "code", "math", "0 .. 15", "16 .. 63"):
         assert name in answer.out
@@ -353,7 +358,7 @@ def test_eval_as_tables(hstrain: Any, row: dict[str, Any], run: Path, little: Li
         assert f"\n {name} " in answer.out
     both = hstrain("eval", run, "--store", little.path, "--store", int8.path, "--device", "cpu").out
     lines = ["".join(line.split()) for line in both.splitlines()]
-    assert sum("int8" in line for line in lines) == 5, "each table tells the stores apart"
+    assert sum("int8" in line for line in lines) == 6, "each table tells the stores apart"
     assert "tau less that of the first row, on the same samples" in both
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import hscache
 from hscache.errors import HscacheError
-from hscache.store.head import TargetHead
+from hscache.store.head import TargetHead, load_head
 from hscache.store.reader import Sample
 from tests.hstrain.drafter.test_losses import Largest
 from tests.made.stores import Little
@@ -183,6 +183,36 @@ def test_predicted_speeds_are_those_of_walks_with_shorter_blocks(
         assert max(steps) <= n + 1
         assert speed == pytest.approx(np.mean(steps) / (0.25 + 1 + 0.75 * n / K))
     assert found[-1] == pytest.approx(summarise(scores)["tau"] / 2)
+
+
+def test_acceptance_under_sampling_lies_between_its_bounds(little: Little) -> None:
+    """Against the whole distributions, the target's from the final states."""
+    store, drafter = hscache.open(little.path), little_drafter()
+    head = Head(load_head(little.path / "target"), "cpu", torch.float32)
+    scores = [score_sample(drafter, head, one, sampling=True) for one in store]
+    exact: list[list[float]] = [[] for _ in range(K)]
+    yields = []
+    for one, score in zip(store, scores, strict=True):
+        theirs = head.logits(one.final_state.float()).log_softmax(-1).exp()
+        assert score.overlap_NK2 is not None
+        for row, at in enumerate(score.anchors_N.tolist()):
+            ours, left = block_of(drafter, one, at, head).exp(), int(score.left_N[row])
+            expected = chance = 1.0
+            for k in range(min(K, left)):
+                accepted = float(torch.minimum(ours[k], theirs[at + k]).sum())
+                low, high = score.overlap_NK2[row, k]
+                assert low - 2e-2 <= accepted <= high + 2e-2  # final states are rounded to bf16, logits to fp16
+                exact[k].append(accepted)
+                chance *= accepted
+                expected += chance if k < left - 1 else 0.0
+            yields.append(expected)
+    found: Any = summarise(scores)["sampling"]
+    low, high = found["tau_all"]
+    assert low - 1e-2 <= np.mean(yields) <= high + 1e-2
+    assert low < high
+    for bounds, slot in zip(found["acc"], exact, strict=True):
+        assert bounds[0] - 1e-2 <= np.mean(slot) <= bounds[1] + 1e-2
+    assert summarise([score_sample(drafter, head, one) for one in store])["sampling"] is None
 
 
 def test_the_last_anchors_of_a_turn_yield_what_is_left(scores: list[SampleScore]) -> None:

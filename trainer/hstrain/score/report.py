@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import hscache
-from hscache.console import say, table
+from hscache.console import Column, say, table
 from hscache.device import pick_device
 from hscache.errors import HscacheError, InputError
 from hscache.store.head import load_head
@@ -130,7 +130,7 @@ def _score(drafter: Drafter, head: Head, store: Store, numbers: Sequence[int]) -
     device, dtype = head.lm_head_VH.device, head.lm_head_VH.dtype
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         backend: Backend = "flex" if device.type == "cuda" else "sdpa"
-        scores = score_store(drafter.to(device), head, store, numbers, backend=backend, trees=SIZES)
+        scores = score_store(drafter.to(device), head, store, numbers, backend=backend, trees=SIZES, sampling=True)
     if not any(len(score.anchors_N) for score in scores):
         raise InputError(
             "sample-unknown",
@@ -179,6 +179,11 @@ def print_evaluation(found: dict[str, Any]) -> None:
     print_by("accuracy by slot", slots, [dict(enumerate(row["acc"], 1)) for row in rows])
     given = [dict(enumerate(row["acc_after_right"], 1)) for row in rows]
     print_by("accuracy by slot where all slots before it are right", slots, given)
+    if sampled := [(name, row["sampling"]) for name, row in zip(names, drafters, strict=False) if row["sampling"]]:
+        by_slot = [(name, dict(enumerate(bounds["acc"], 1)), bounds["tau_all"]) for name, bounds in sampled]
+        body = [[name, _span(tau_all), *(_span(acc.get(k)) for k in slots)] for name, acc, tau_all in by_slot]
+        columns: list[Column] = ["drafter", ("tau_all", ">"), *((str(k), ">") for k in slots)]
+        table("expected when both sample at temperature 1: tau_all, and acceptance by slot", columns, body)
     if cost := found["cost"]:
         body = [
             [f"{name}, {tag}", *speeds, max(range(len(speeds)), key=speeds.__getitem__) + 1]
@@ -193,6 +198,14 @@ def print_evaluation(found: dict[str, Any]) -> None:
         keys = list(dict.fromkeys(key for row in rows for key in row[kind]))
         if len(keys) > 1:
             print_by(title, keys, [row[kind] for row in rows])
+
+
+def _span(bounds: Sequence[float] | None) -> str | None:
+    """Return bounds as text: one number where they agree to two places."""
+    if bounds is None:
+        return None
+    low, high = (f"{bound:.2f}" for bound in bounds)
+    return low if low == high else f"{low} .. {high}"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hscache.store.reader import Sample, Store
 from hstrain.data.anchors import anchor_candidates, random_of
 from hstrain.data.packs import PackBuilder, PackShape
 from hstrain.drafter.attention import Backend
-from hstrain.drafter.losses import Head
+from hstrain.drafter.losses import Head, SlotTargets
 from hstrain.drafter.model import Drafter, block_inputs
 from hstrain.score.ddtree import accepted_lengths
 
@@ -47,6 +47,8 @@ class SampleScore:
         correct_NK: bool, whether slot k predicts token anchor + k; False after the turn's end.
         sizes: Nodes of the DDTrees that were scored.
         tree_Ns: int64 [N, sizes], drafted tokens of each tree that the target would accept.
+        overlap_NK2: float32 bounds, between which lies the chance that a target sampling at temperature 1 accepts a
+            token drawn from the slot, 1 - TV; from the stored top-k. None where they were not asked for or stored.
     """
 
     sample_id: str
@@ -56,6 +58,7 @@ class SampleScore:
     correct_NK: NDArray[np.bool_]
     sizes: tuple[int, ...]
     tree_Ns: NDArray[np.int64]
+    overlap_NK2: NDArray[np.float32] | None = None
 
     @property
     def streak(self) -> NDArray[np.int64]:
@@ -79,7 +82,13 @@ class SampleScore:
 
 @torch.no_grad()
 def score_sample(
-    drafter: Drafter, head: Head, sample: Sample, *, backend: Backend = "sdpa", trees: Sequence[int] = ()
+    drafter: Drafter,
+    head: Head,
+    sample: Sample,
+    *,
+    backend: Backend = "sdpa",
+    trees: Sequence[int] = (),
+    sampling: bool = False,
 ) -> SampleScore:
     """Draft from every anchor of a sample.
 
@@ -89,28 +98,33 @@ def score_sample(
         sample: A whole sample with the drafter's taps, in their order; of kind ``torch``.
         backend: Implementation of attention.
         trees: Numbers of nodes of the DDTrees to score.
+        sampling: Also compare distributions, if the sample has the target's.
 
     Raises:
         EnvironmentFault: ``not-finite``.
     """
-    config = drafter.config
+    config, sampling = drafter.config, sampling and sample.logits is not None
     anchors = anchor_candidates(sample.loss_mask.numpy())
     left = tokens_left(sample.loss_mask.numpy(), anchors)
     correct, tree = [np.zeros((0, config.block_size - 1), np.bool_)], [np.zeros((0, len(trees)), np.int64)]
+    overlap = [np.zeros((0, config.block_size - 1, 2), np.float32)]
     device = head.embed_VH.device
     for first in range(0, len(anchors), _CHUNK_ANCHORS):
-        builder = PackBuilder(PackShape(config.taps, config.block_size))
-        builder.add(sample, anchors[first : first + _CHUNK_ANCHORS])
-        pack = builder.pack(len(config.taps), config.hidden_size).to(device)
+        with torch.autocast("cpu", enabled=False):  # which cannot join tensors of float16
+            builder = PackBuilder(PackShape(config.taps, config.block_size, top=sampling))
+            builder.add(sample, anchors[first : first + _CHUNK_ANCHORS])
+            pack = builder.pack(len(config.taps), config.hidden_size).to(device)
         inputs = block_inputs(pack.anchor_ids_N, head.embed_VH, config)
         blocks = pack.blocks(config.block_size, backend)
         hidden_NBH = drafter(pack.states_TLH, pack.positions_T, inputs, blocks).unflatten(0, (-1, config.block_size))
         tokens_NK = pack.targets.tokens_NK
         best_NK, ids_NKm, logprobs_NKm = _top(hidden_NBH[:, 1:], head, max([0, *trees]))
+        if sampling:
+            overlap.append(_overlaps(hidden_NBH[:, 1:], head, pack.targets).cpu().numpy())
         correct.append((best_NK == tokens_NK).cpu().numpy())
         if trees:
             tree.append(accepted_lengths(ids_NKm.cpu(), logprobs_NKm.cpu(), tokens_NK.cpu(), trees))
-    parts = np.concatenate(correct), tuple(trees), np.concatenate(tree)
+    parts = np.concatenate(correct), tuple(trees), np.concatenate(tree), np.concatenate(overlap) if sampling else None
     return SampleScore(sample.sample_id, sample.tag, anchors, left, *parts)
 
 
@@ -122,6 +136,7 @@ def score_store(
     *,
     backend: Backend = "sdpa",
     trees: Sequence[int] = (),
+    sampling: bool = False,
     unreadable: dict[str, str] | None = None,
 ) -> list[SampleScore]:
     """Score samples of a store; see :func:`score_sample`.
@@ -133,6 +148,7 @@ def score_store(
         numbers: Numbers of the samples.
         backend: Implementation of attention.
         trees: Numbers of nodes of the DDTrees to score.
+        sampling: Also compare distributions, if the store has the target's.
         unreadable: Receives the id and error of each sample that cannot be read; None to raise the first error.
 
     Raises:
@@ -148,7 +164,7 @@ def score_store(
                 raise
             unreadable[store.sample_ids[i]] = f"{error.code}: {error.message}"
             continue
-        scores.append(score_sample(drafter, head, sample, backend=backend, trees=trees))
+        scores.append(score_sample(drafter, head, sample, backend=backend, trees=trees, sampling=sampling))
     return scores
 
 
@@ -176,8 +192,9 @@ def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
     Keys: ``tau`` with its 95 % ``tau_interval`` (bootstrap over samples); ``tau_per_response``, the mean of the
     samples' own taus, as some papers report it; ``tau_all``; ``streak``; ``acc`` by slot, beginning with slot 1;
     ``acc_after_right``, the same where all slots before are right; ``full_block``, the share of wholly accepted blocks
-    among those that fit into their turn; ``histogram`` of walk steps by yield; ``ddtree`` (nodes -> walk tau with
-    trees); ``samples``; ``anchors``.
+    among those that fit into their turn; ``sampling``, bounds [low, high] of what to expect when target and drafter
+    sample at temperature 1: ``tau_all``, and ``acc`` by slot (None without the target's distributions); ``histogram``
+    of walk steps by yield; ``ddtree`` (nodes -> walk tau with trees); ``samples``; ``anchors``.
     """
     scores = [score for score in scores if len(score.anchors_N)]
     if not scores:
@@ -199,10 +216,27 @@ def summarise(scores: Sequence[SampleScore]) -> dict[str, object]:
         "acc": _means(correct, there),
         "acc_after_right": _means(correct, reached),
         "full_block": float((streak[whole] == K).mean()) if whole.any() else None,
+        "sampling": _sampling(scores, left),
         "histogram": np.bincount(steps, minlength=K + 2)[1:].tolist(),
         "ddtree": {str(n): _tau([s.walk(s.tree_Ns[:, i]) for s in scores]) for i, n in enumerate(scores[0].sizes)},
         "samples": len(scores),
         "anchors": len(left),
+    }
+
+
+def _sampling(scores: Sequence[SampleScore], left: NDArray[np.int64]) -> dict[str, object] | None:
+    """Return bounds of what sampling accepts after prefixes that the sample has."""
+    overlaps = [score.overlap_NK2 for score in scores]
+    if any(overlap is None for overlap in overlaps):
+        return None
+    accepted = np.concatenate([overlap for overlap in overlaps if overlap is not None]).astype(np.float64)
+    slots = np.arange(accepted.shape[1])
+    # a step yields one token more than it accepts, but never more than the turn has left
+    counted = np.cumprod(accepted, 1) * (slots < left[:, None] - 1)[..., None]
+    there = slots < left[:, None]
+    return {
+        "tau_all": (1 + counted.sum(1)).mean(0).tolist(),
+        "acc": [accepted[there[:, k], k].mean(0).tolist() if there[:, k].any() else None for k in slots],
     }
 
 
@@ -296,6 +330,27 @@ def tokens_left(loss_mask: NDArray[np.uint8], anchors: NDArray[np.int64]) -> NDA
     """Return how many supervised tokens follow each anchor without a gap."""
     ends = np.flatnonzero((loss_mask != 0) & np.append(loss_mask[1:] == 0, True))
     return ends[np.searchsorted(ends, anchors)] - anchors
+
+
+def _overlaps(hidden_NKH: torch.Tensor, head: Head, targets: SlotTargets) -> torch.Tensor:
+    """Return bounds [N, K, 2] of the sum over tokens of the lesser of the drafter's and the target's probability.
+
+    The target's is known for its k most likely tokens; of the others, both can share no more than either has left.
+    """
+    assert targets.top_ids is not None
+    assert targets.top_logprobs is not None
+    N, K, _ = hidden_NKH.shape
+    step, bounds, rows = max(1, (1 << 22) // head.vocab_size), [], targets.rows_NK.flatten()
+    for x_RH, rows_R in zip(hidden_NKH.flatten(0, 1).split(step), rows.split(step), strict=True):
+        logits = head.logits(x_RH)
+        with torch.autocast(logits.device.type, enabled=False):
+            logits = logits.float()
+            ours = (logits.gather(1, targets.top_ids[rows_R].long()) - logits.logsumexp(-1, keepdim=True)).exp()
+            theirs = targets.top_logprobs[rows_R].float().exp()
+            shared = torch.minimum(ours, theirs).sum(-1)
+            rest = torch.minimum(1 - ours.sum(-1), 1 - theirs.sum(-1)).clamp(min=0)
+            bounds.append(torch.stack((shared, shared + rest), -1))
+    return torch.cat(bounds).view(N, K, 2)
 
 
 def _top(hidden_NKH: torch.Tensor, head: Head, m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
