@@ -17,7 +17,7 @@ from hstrain.exchange.export import export_drafter
 from hstrain.run.checkpoint import load_drafter
 from hstrain.score.ddtree import SIZES
 from hstrain.score.report import evaluate, print_evaluation
-from hstrain.score.walk import SampleScore, score_sample
+from hstrain.score.walk import SampleScore, score_sample, summarise
 from hstrain.train.fit import fit
 
 import hscache
@@ -87,7 +87,7 @@ def row(run: Path, little: Little) -> dict[str, Any]:
 
 def figures(row: dict[str, Any]) -> dict[str, Any]:
     """Return what a row says of the drafter, without the names and the comparison with another row."""
-    names = ("checkpoint", "resolved", "store", "less_first", "trained_on")
+    names = ("checkpoint", "resolved", "store", "less_first", "trained_on", "test")
     return {key: value for key, value in row.items() if key not in names}
 
 
@@ -192,7 +192,7 @@ def test_what_another_checkpoint_held_out_was_held_out_by_all(
     out = capsys.readouterr().out
     assert "held-out samples" not in out
     assert f"{run}: it was trained on {n} of these samples" in out
-    assert f"{more}: " not in out
+    assert f"{more}: it " not in out
 
 
 def test_what_a_run_began_from_was_trained_too(
@@ -358,8 +358,26 @@ def test_eval_as_tables(hstrain: Any, row: dict[str, Any], run: Path, little: Li
         assert f"\n {name} " in answer.out
     both = hstrain("eval", run, "--store", little.path, "--store", int8.path, "--device", "cpu").out
     lines = ["".join(line.split()) for line in both.splitlines()]
-    assert sum("int8" in line for line in lines) == 6, "each table tells the stores apart"
+    assert sum("int8" in line for line in lines) == 7, "each table tells the stores apart"
     assert "tau less that of the first row, on the same samples" in both
+
+
+def test_samples_that_chose_the_checkpoint_are_told_from_the_others(
+    little: Little, hstrain: Any, run: Path, zlab: Path, tmp_path: Path
+) -> None:
+    manifest = train_manifest(drafter={"taps": TAPS}, optim={"max_steps": 2}, run={"validation_samples": 1})
+    fit(manifest, little.path, tmp_path / "run", device="cpu")
+    found = evaluate([tmp_path / "run", run, zlab], [little.path], held_out=0.3, device="cpu")["rows"]
+    drafter, _ = load_drafter(tmp_path / "run")
+    store, head = hscache.open(little.path), Head(load_head(little.path / "target"), "cpu", torch.float32)
+    numbers = split(store, 0.3)[1]
+    others = [score_sample(drafter, head, store.sample(i, taps=drafter.config.taps), trees=SIZES) for i in numbers[1:]]
+    expected = summarise(others)
+    assert (found[0]["test"]["samples"], found[0]["test"]["tau"]) == (len(numbers) - 1, expected["tau"])
+    assert (found[1]["test"]["samples"], found[2]["test"]) == (0, None)
+    text = hstrain("eval", tmp_path / "run", "--store", little.path, "--device", "cpu").out
+    assert f"validation on 1 of these samples chose its checkpoint; on the other {len(numbers) - 1}, tau is" in text
+    assert "chose its checkpoint; no other was scored" in hstrain("eval", run, "--store", little.path).out
 
 
 def test_eval_predicts_speeds_from_costs(hstrain: Any, row: dict[str, Any], run: Path, little: Little) -> None:

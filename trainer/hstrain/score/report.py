@@ -71,6 +71,7 @@ def evaluate(
         JSON-plain: ``held_out``, ``precision``, and ``rows``, one for each checkpoint and store, as
         :func:`hstrain.score.walk.summarise`, with ``by_tag``; ``by_position``; ``trained_on``, the number of samples
         that it, or a drafter that it started from, is known to have been trained on, None if that is unknown; and
+        ``test``, the figures over the samples that did not choose its checkpoint, None if no such choice is known;
         ``less_first``, the :func:`hstrain.score.walk.difference` from the first row, None in the first row. And
         ``baselines``: the same figures, without trees, of drafting without a model (:mod:`hstrain.score.baselines`) on
         the samples of each corpus; ``cost`` as given, and with it in each row ``speed``: for ``all`` samples and for
@@ -102,6 +103,9 @@ def evaluate(
             if cost is not None:
                 found["speed"] = _speeds(scores, cost)
             found["trained_on"] = _trained_on(store, numbers, past)
+            chosen = _chosen_on(store, past)
+            rest = [score for score, number in zip(scores, numbers, strict=True) if number not in chosen]
+            found["test"] = summarise(rest) if chosen else None
             found["less_first"] = None if first is None else difference(scores, first)
             first = first or scores
             rows.append({"checkpoint": str(path), "resolved": facts["path"], "store": str(store_path), **found})
@@ -166,6 +170,12 @@ def print_evaluation(found: dict[str, Any]) -> None:
             print(f"{name}: it was trained on {row['trained_on']} of these samples, so its figures are too high")
         elif row["trained_on"] is None:
             print(f"{name}: it is unknown whether it, or a drafter it started from, was trained on these samples")
+        if (test := row["test"]) is not None and (n := row["samples"] - test["samples"]):
+            others = "no other was scored"
+            if test["samples"]:
+                others = f"on the other {test['samples']}, tau is {test['tau']:.3f}"
+                others += " ({:.2f} .. {:.2f})".format(*test["tau_interval"])
+            print(f"{name}: validation on {n} of these samples chose its checkpoint; {others}")
     apart = [[name, *_apart(row["less_first"])] for name, row in zip(names, rows, strict=True)]
     if any(row["less_first"] for row in rows):
         forms = {"tau": "+.3f", "95 %": ">", "samples": "d", "other walks": "d"}
@@ -215,10 +225,12 @@ class _Past:
     Attributes:
         share: Share of the samples that it held out.
         corpus: The store's record of its corpus.
+        validated: Most held-out samples that it validated on, which chose the checkpoint.
     """
 
     share: float
     corpus: object
+    validated: int
 
 
 def smallest_share(checkpoints: Sequence[Path]) -> float:
@@ -265,7 +277,9 @@ def _pasts(path: Path) -> list[_Past | None]:
 
 def _past(facts: dict[str, Any]) -> _Past:
     provenance = facts["provenance"]
-    return _Past(float(provenance["manifest"]["data"]["validation"]), provenance["store"]["corpus"])
+    manifest = provenance["manifest"]
+    validated = int(manifest["run"]["validation_samples"])
+    return _Past(float(manifest["data"]["validation"]), provenance["store"]["corpus"], validated)
 
 
 def _trained_on(store: Store, numbers: Sequence[int], pasts: Sequence[_Past | None]) -> int | None:
@@ -279,6 +293,12 @@ def _trained_on(store: Store, numbers: Sequence[int], pasts: Sequence[_Past | No
         elif theirs:
             known = False
     return len(trained) or (0 if known else None)
+
+
+def _chosen_on(store: Store, pasts: Sequence[_Past | None]) -> set[int]:
+    """Return the samples on which a known training of a drafter chose its checkpoint."""
+    known = [past for past in pasts if past is not None and past.corpus == store.manifest["corpus"]]
+    return {number for past in known for number in split(store, past.share)[1][: past.validated]}
 
 
 def _numbers(store: Store, held_out: float, samples: int | None) -> list[int]:
