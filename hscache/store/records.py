@@ -80,6 +80,9 @@ class _Plan(_Part):
     digest: str
     shards: Annotated[int, Field(gt=0, le=1 << 32)]
     tokens: _Count
+    # absent in stores from before they were counted
+    repeated_tokens: _Count | None = None
+    cut: _Count | None = None
 
 
 class _Manifest(_Part):
