@@ -115,7 +115,7 @@ def inspect(
 
     Returns:
         JSON-plain: ``samples``, ``tokens``, ``supervised``, ``lengths``, ``runs``, ``before``, ``after`` and ``last``
-        (text -> runs, the most frequent), ``ended``, ``repeats``, ``cut``, ``duplicates``, ``rejected``, ``tags``, and
+        (text -> runs, the most frequent), ``repeats``, ``cut``, ``duplicates``, ``rejected``, ``tags``, and
         ``findings``, a list of ``{code, detail}``.
 
     Raises:
@@ -191,12 +191,11 @@ def inspect(
 
 def marked_text(sample: Sample, tokenizer: Any = None) -> str:
     """Return a sample's text with its supervised runs between ``[[`` and ``]]``."""
-    text, out, at = _names(tokenizer), "", 0
+    text, out, at, ids = _names(tokenizer), "", 0, sample.input_ids.tolist()
     for start, stop in runs_of(sample.loss_mask):
-        ids = sample.input_ids.tolist()
         out += text(ids[at:start]) + "[[" + text(ids[start:stop]) + "]]"
         at = stop
-    return out + text(sample.input_ids[at:].tolist())
+    return out + text(ids[at:])
 
 
 def _names(tokenizer: Any) -> Callable[[list[int]], str]:

@@ -118,9 +118,8 @@ def build(
             rows = _until_stopped(read_corpus(corpus), stop)
             plan = plan_rows(rows, resolved, sink)
         document = store_document(resolved, file_digests(directory, fast=fast_digest), plan, made)
-        if (
-            not paths.manifest.exists()
-        ):  # else a store that does not fit would be started, and refuse a smaller manifest
+        # checked before the store is started: once it is, it refuses a smaller manifest
+        if not paths.manifest.exists():
             require_space(bytes_needed(plan, resolved, range(len(plan.batches)), target=True, least=True), out)
         digest = claim(paths, document, plan, staging.path)
         _set_strays_aside(paths, staging.path)

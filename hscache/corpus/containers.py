@@ -81,7 +81,7 @@ def find_files(path: Path) -> list[Path]:
         matches = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         matches = matches or _cached_dataset(path)
         if not matches:
-            what = f"{path}: no such file or folder, no pattern of any, and no dataset in the hub's local cache"
+            what = f"{path}: no such file or folder, nothing matches it, and no dataset in the hub's local cache"
             raise InputError("corpus-missing", what, hint="hscache tokenize or hscache generate makes a corpus")
         folders = [match for match in matches if match.is_dir() and (match / "state.json").exists()]
         inside = [file for folder in folders for file in _files_in(folder)]

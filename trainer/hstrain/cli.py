@@ -145,7 +145,7 @@ def eval_(
     cost: Annotated[
         str | None,
         typer.Option(
-            metavar="draft=X,verify=Y",
+            metavar="draft=X,verify=Y[,keep=Z]",
             help="Predict speeds by drafted tokens; costs in plain tokens, as hstrain speculate prints them.",
         ),
     ] = None,
@@ -173,13 +173,15 @@ def _cost(text: str | None) -> Cost | None:
 
     if text is None:
         return None
-    match = re.fullmatch(r"draft=([0-9.]+),verify=([0-9.]+)", text.replace(" ", ""))
+    match = re.fullmatch(r"draft=([0-9.]+),verify=([0-9.]+)(?:,keep=([0-9.]+))?", text.replace(" ", ""))
     try:
-        found = Cost(*map(float, match.groups())) if match else None
+        found = Cost(*map(float, filter(None, match.groups()))) if match else None
     except ValueError:
         found = None
     if found is None or found.verify < 1:
-        raise typer.BadParameter(f"--cost {text}: expected draft=X,verify=Y with Y of at least 1, in plain tokens")
+        raise typer.BadParameter(
+            f"--cost {text}: expected draft=X,verify=Y[,keep=Z] with Y of at least 1, in plain tokens"
+        )
     return found
 
 

@@ -183,6 +183,8 @@ def test_predicted_speeds_are_those_of_walks_with_shorter_blocks(
         assert max(steps) <= n + 1
         assert speed == pytest.approx(np.mean(steps) / (0.25 + 1 + 0.75 * n / K))
     assert found[-1] == pytest.approx(summarise(scores)["tau"] / 2)
+    kept = speed_by_length(scores, Cost(draft=0.25, verify=1.75, keep=0.5))
+    assert kept[-1] == pytest.approx(summarise(scores)["tau"] / 2.5)
 
 
 def test_acceptance_under_sampling_lies_between_its_bounds(little: Little) -> None:

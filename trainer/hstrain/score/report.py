@@ -70,9 +70,9 @@ def evaluate(
     Returns:
         JSON-plain: ``held_out``, ``precision``, and ``rows``, one for each checkpoint and store, as
         :func:`hstrain.score.walk.summarise`, with ``by_tag``; ``by_position``; ``trained_on``, the number of samples
-        that it, or a drafter that it started from, is known to have been trained on, None if that is unknown; and
+        that it, or a drafter that it started from, is known to have been trained on, None if that is unknown;
         ``test``, the figures over the samples that did not choose its checkpoint, None if no such choice is known;
-        ``less_first``, the :func:`hstrain.score.walk.difference` from the first row, None in the first row. And
+        and ``less_first``, the :func:`hstrain.score.walk.difference` from the first row, None in the first row. And
         ``baselines``: the same figures, without trees, of drafting without a model (:mod:`hstrain.score.baselines`) on
         the samples of each corpus; ``cost`` as given, and with it in each row ``speed``: for ``all`` samples and for
         each tag the predictions of :func:`hstrain.score.walk.speed_by_length`.
@@ -201,7 +201,7 @@ def print_evaluation(found: dict[str, Any]) -> None:
             for tag, speeds in row["speed"].items()
         ]
         title = "predicted speed by drafted tokens, in times that without a drafter"
-        terms = f"draft {cost['draft']:g}, verify {cost['verify']:g} tokens"
+        terms = f"draft {cost['draft']:g}, verify {cost['verify']:g}, keep {cost['keep']:g} tokens"
         table(f"{title} ({terms})", ["drafter", *((str(k), ".2f") for k in slots), ("best", "d")], body)
     titles = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}
     for kind, title in titles.items():

@@ -260,14 +260,16 @@ class Cost:
     Attributes:
         draft: Drafting a block.
         verify: The target's pass over a whole block, anchor included; at least 1, which a pass over one token takes.
+        keep: Putting the target's states right after the accepted tokens.
     """
 
     draft: float
     verify: float
+    keep: float = 0.0
 
     def step(self, drafted: int, most: int) -> float:
         """Return the cost of a step that drafts fewer tokens than the block has; rows are taken to cost alike."""
-        return self.draft + 1 + (self.verify - 1) * drafted / most
+        return self.draft + 1 + (self.verify - 1) * drafted / most + self.keep
 
 
 def speed_by_length(scores: Sequence[SampleScore], cost: Cost) -> list[float]:
