@@ -71,15 +71,15 @@ class Layout:
     blosc: bool
 
 
-def read_layout(directory: Path, spec: ArraySpec) -> Layout:
+def read_layout(directory: Path, spec: ArraySpec) -> Layout | None:
     """Read an array's ``zarr.json``.
 
     Args:
         directory: The array's directory.
         spec: What the store's manifest says of the array.
 
-    Raises:
-        IntegrityError: ``store-damaged``: unreadable, or of another layout than format v1.
+    Returns:
+        None for an array that is valid Zarr, but not of the layout that this module reads.
     """
     try:
         metadata = json.loads((directory / "zarr.json").read_bytes())
@@ -101,11 +101,13 @@ def read_layout(directory: Path, spec: ArraySpec) -> Layout:
         rows = metadata["shape"][0]
         whole = all(type(n) is int for n in (rows, chunk_rows, outer_rows)) and 0 <= rows <= outer_rows
         whole = whole and chunk_rows > 0 and outer_rows % chunk_rows == 0
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except OSError as error:
         raise damaged(directory, f"zarr.json cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
     known = names in (["bytes", "crc32c"], ["bytes", "blosc", "crc32c"]) and endian == "little"
     if not (known and whole) or any(got != wanted for got, wanted in expected):
-        raise damaged(directory, "zarr.json describes an array that is not of format v1")
+        return None
     return Layout(rows, chunk_rows, outer_rows // chunk_rows, "blosc" in names)
 
 

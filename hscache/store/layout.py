@@ -18,7 +18,8 @@
       index.parquet            derived from the shards: where each sample lies, its digest and status
       staging/                 work in progress
 
-The two parquet files carry a digest of their own bytes (:mod:`hscache.store.sealed`).
+The two parquet files carry a digest of their own bytes (:mod:`hscache.store.sealed`); older files without one are read
+as well.
 
 The token axis is flat and unpadded; a sample is a row range. A *supervised* token is one with ``loss_mask`` 1 and a
 predecessor (position 0 has no state that could predict it); row r of the logit arrays is the distribution that

@@ -11,7 +11,7 @@
     sample = store.sample(0, out=memory)              # views of that memory, until the next one is read into it
 
 Rows come straight from the shard files (:mod:`hscache.store.direct`); a few threads of this process decode packed
-chunks. Damage that Zarr readers ignore silently is an error here.
+chunks, and zarr-python reads the arrays of any other layout. Damage that Zarr readers ignore silently is an error here.
 When a shard is first touched, its record is checked against its digest, its files against their recorded sizes, and its
 samples against the index. Every chunk read is checked against its checksum unless ``crc=False``, and with
 ``verify=True`` the sample's bytes are checked against the digest taken at capture.

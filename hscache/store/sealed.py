@@ -6,6 +6,10 @@ other bytes is written right before the footer, where the format allows any byte
 there too) and every Parquet reader skips them::
 
     | PAR1 | row groups ... | "hscache" 0x00, xxh3-128 | footer | its length | PAR1 |
+
+Older files without a seal are read as before; they are recognised by their row groups, which reach up to the footer. A
+changed byte cannot make a sealed file pass for one of these: either its seal is found and differs, or the gap between
+row groups and footer remains.
 """
 
 from __future__ import annotations
@@ -37,13 +41,16 @@ def read_sealed(data: bytes) -> pa.Table:
         data: The file.
 
     Raises:
-        ValueError: The digest differs, or is missing.
+        ValueError: The seal differs, or was removed.
         pyarrow.ArrowException, OSError, KeyError: The bytes are not a parquet file.
     """
     at = _footer_at(data)
     start = at - _SEAL_BYTES
-    if start < 0 or data[start:at] != _MARK + _digest(data[:start], data[at:]):
-        raise ValueError("content differs from its digest")
+    if start >= 0 and data[start:].startswith(_MARK):
+        if data[start + len(_MARK) : at] != _digest(data[:start], data[at:]):
+            raise ValueError("content differs from its seal")
+    elif _row_groups_end(data) != at:
+        raise ValueError("the bytes before the footer are not a seal")
     table = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True).read()
     table.validate(full=True)
     return table
@@ -53,6 +60,17 @@ def _footer_at(data: bytes) -> int:
     """Return where the footer begins, or a negative number in a file that is not parquet."""
     length = data[-_LENGTH_AND_MAGIC_BYTES:][:4]
     return len(data) - _LENGTH_AND_MAGIC_BYTES - int.from_bytes(length, "little")
+
+
+def _row_groups_end(data: bytes) -> int:
+    metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+    end = 4  # after the first PAR1
+    for group in range(metadata.num_row_groups):
+        for column in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(column)
+            offsets = [at for at in (chunk.dictionary_page_offset, chunk.data_page_offset) if at is not None]
+            end = max(end, min(offsets) + chunk.total_compressed_size)
+    return end
 
 
 def _digest(before: bytes, footer: bytes) -> bytes:

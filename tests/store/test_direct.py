@@ -64,6 +64,7 @@ def _small_specs() -> list[ArraySpec]:
 
 def opened(directory: Path, spec: ArraySpec) -> ArrayFile:
     layout = read_layout(directory, spec)
+    assert layout is not None
     return ArrayFile(directory, spec, layout)
 
 
@@ -169,6 +170,7 @@ def rewrite_index(path: Path, edit: Any) -> None:
 
 def _n_chunks(path: Path) -> int:
     layout = read_layout(path.parent, states_spec(2, 4))
+    assert layout is not None
     return layout.n_entries
 
 
@@ -350,16 +352,16 @@ def test_a_wide_subset_of_taps_leaves_out_the_bytes_of_the_others(monkeypatch: p
         {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}}},
     ],
 )
-def test_metadata_of_another_layout_is_damage(change: dict[str, Any]) -> None:
+def test_metadata_of_another_layout_is_left_to_zarr(change: dict[str, Any]) -> None:
     import json
 
     spec = states_spec(2, 4)
     with written(spec, random_states(20, spec), "raw") as directory:
         metadata = json.loads((directory / "zarr.json").read_text())
         (directory / "zarr.json").write_text(json.dumps({**metadata, **change}))
-        damage_of(lambda: read_layout(directory, spec))
+        assert read_layout(directory, spec) is None
         for text in ("", "[]", "3", "{", '{"codecs": 3}'):
             (directory / "zarr.json").write_text(text)
-            damage_of(lambda: read_layout(directory, spec))
+            assert read_layout(directory, spec) is None
         (directory / "zarr.json").unlink()
         damage_of(lambda: read_layout(directory, spec))

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import google_crc32c
 import numpy as np
@@ -24,7 +25,7 @@ from hscache.rows import Sample
 from hscache.store.codecs import NAMES
 from hscache.store.direct import ArrayFile
 from hscache.store.reader import Store
-from tests.made.stores import Little, corpus_rows, little_manifest, make_store, same_bits
+from tests.made.stores import Little, corpus_rows, flip, little_manifest, make_store, same_bits
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -213,6 +214,23 @@ def test_zarr_is_not_imported_to_read_a_store(little: Little) -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout == "False\n"
+
+
+def test_an_array_of_another_layout_is_read_through_zarr(little: Little, tmp_path: Path) -> None:
+    """As a future codec would be: the direct reader knows nothing of it."""
+    store = hscache.open(little.path)
+    with patch("hscache.store.shard_reader.read_layout", return_value=None):
+        memory = store.buffers()
+        for i in range(len(store)):
+            assert_whole(store, little, i, out=memory)
+        part = store.sample(1, taps=[3, 0], kind="bits").hidden_states
+    assert same_bits(part, little.arrays[store.sample_ids[1]]["hidden_states"][:, [2, 0]].copy())
+    shutil.copytree(little.path, tmp_path / "store")
+    flip(tmp_path / "store/shards/00000.zarr/hidden_states/c.0.0.0", position=8)
+    other_layout = patch("hscache.store.shard_reader.read_layout", return_value=None)
+    with other_layout, pytest.raises(IntegrityError, match=r"00000\.zarr/hidden_states: ") as caught:
+        list(hscache.open(tmp_path / "store"))
+    assert caught.value.code == "store-damaged"
 
 
 @pytest.mark.parametrize("mask", [(1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 1, 1)])
