@@ -218,8 +218,9 @@ class _Run:
         self.saved = step = int(state["step"])
         self.first_loss, self.skipped = state["first_loss"], set(state["skipped"])
         self.report.first_tau, self.report.tau, self.report.best_tau = state["taus"]
-        self.recent.extend(state["recent"])
-        self.report.overfit_at = state["overfit_at"]
+        # checkpoints from before these fields existed lack them
+        self.recent.extend(state.get("recent", ()))
+        self.report.overfit_at = state.get("overfit_at")
         world.on_main(lambda: self._forget_after(step))
         if self.main:
             say(f"continuing at step {step} of {t.total_steps}")
