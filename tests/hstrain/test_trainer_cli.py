@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import typer
 from hstrain import cli
 from hstrain.drafter.losses import Head, Kind
 from hstrain.exchange.importer import read_checkpoint
+from hstrain.live.target import LiveTarget
 from hstrain.run.checkpoint import load_drafter
-from hstrain.score.walk import score_store
+from hstrain.score.walk import Cost, score_store
 from safetensors.torch import load_file
 
 import hscache
@@ -122,6 +124,52 @@ def test_speculate_as_json_makes_the_steps_of_the_cache(hstrain: Any, hybrid: Hy
     assert report["tau"] == sum(steps) / len(steps) > 1.3
     assert report["tau_by_tag"].keys() == {"def", "import", "class"}
     assert (report["sampling"]["max_new_tokens"], report["dtype"], report["tree_size"]) == (NEW_TOKENS, "float32", None)
+
+
+def test_speculate_verifies_fewer_drafted_tokens_and_predicts_the_speed(
+    hstrain: Any, hybrid: Hybrid, at: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_verified: list[int] = []
+    verify = LiveTarget.verify
+
+    def counted(self: LiveTarget, tokens: Any, *args: Any) -> Any:
+        rows_verified.append(len(tokens))
+        return verify(self, tokens, *args)
+
+    monkeypatch.setattr(LiveTarget, "verify", counted)
+    report = hstrain("speculate", *at, "--draft-tokens", "5,1,2", "--json").json
+    assert set(rows_verified) == {2, 3, 6}
+    drafter, _ = load_drafter(hybrid.run)
+    head = Head(load_head(hybrid.store / "target"), "cpu", torch.float32)
+    scores = score_store(drafter, head, hscache.open(hybrid.store), range(6))
+    rows = report["by_draft_tokens"]
+    assert [row["draft_tokens"] for row in rows] == [1, 2, 5]
+    for row in rows:
+        assert (row["lossless"]["equal"], row["differences"]) == (6, {})
+        steps = [n for score in scores for n in score.walk(score.streak.clip(max=row["draft_tokens"]))]
+        assert row["tau"] == sum(steps) / len(steps)
+    assert rows[0]["tau"] < rows[2]["tau"] == report["tau"]
+    cost = Cost(**rows[2]["cost"])
+    assert [row["predicted"] for row in rows] == pytest.approx(
+        [row["tau"] / cost.step(row["draft_tokens"], 5) for row in rows]
+    )
+    assert rows[2]["predicted"] == pytest.approx(rows[2]["tau"] / sum(rows[2]["cost"][p] for p in rows[0]["cost"]))
+
+
+def test_speculate_with_fewer_drafted_tokens_as_text(hstrain: Any, at: list[object]) -> None:
+    short = ("--limit", 1, "--max-new-tokens", 8)
+    out = hstrain("speculate", *at, *short, "--draft-tokens", "1,5").out
+    assert re.search(r"eval --cost draft=[\d.]+,verify=[\d.]+,keep=[\d.]+,row=[\d.]+ predicts the same", out)
+    table = [line.split() for line in out.partition("by drafted tokens")[2].splitlines()]
+    assert [(cells[0], cells[-3:]) for cells in table if cells[-3:-1] == ["1", "of"]] == [
+        ("1", ["1", "of", "1"]), ("5", ["1", "of", "1"])
+    ]  # fmt: skip
+    out = hstrain("speculate", *at, *short, "--draft-tokens", 2).out
+    assert "blocks of 6, of which 2 drafted tokens are verified" in out
+    assert "by drafted tokens" not in out
+    for wrong in (("6",), ("0",), ("1,",), ("1", "--tree", 4)):
+        answer = hstrain("speculate", *at, *short, "--draft-tokens", *wrong)
+        assert (answer.status, answer.out, answer.code) == (2, "", "usage")
 
 
 def test_speculate_as_text(hstrain: Any, at: list[object]) -> None:

@@ -145,7 +145,7 @@ def eval_(
     cost: Annotated[
         str | None,
         typer.Option(
-            metavar="draft=X,verify=Y[,keep=Z]",
+            metavar="draft=X,verify=Y[,keep=Z][,row=W]",
             help="Predict speeds by drafted tokens; costs in plain tokens, as hstrain speculate prints them.",
         ),
     ] = None,
@@ -173,14 +173,16 @@ def _cost(text: str | None) -> Cost | None:
 
     if text is None:
         return None
-    match = re.fullmatch(r"draft=([0-9.]+),verify=([0-9.]+)(?:,keep=([0-9.]+))?", text.replace(" ", ""))
+    form = r"draft=(?P<draft>[0-9.]+),verify=(?P<verify>[0-9.]+)(?:,keep=(?P<keep>[0-9.]+))?(?:,row=(?P<row>[0-9.]+))?"
+    match = re.fullmatch(form, text.replace(" ", ""))
     try:
-        found = Cost(*map(float, filter(None, match.groups()))) if match else None
+        given = {name: float(value) for name, value in match.groupdict().items() if value} if match else {}
+        found = Cost(**given) if match else None
     except ValueError:
         found = None
     if found is None or found.verify < 1:
         raise typer.BadParameter(
-            f"--cost {text}: expected draft=X,verify=Y[,keep=Z] with Y of at least 1, in plain tokens"
+            f"--cost {text}: expected draft=X,verify=Y[,keep=Z][,row=W] with Y of at least 1, in plain tokens"
         )
     return found
 
@@ -195,6 +197,13 @@ def speculate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.", callback=_finite)] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus, when sampling.", callback=_finite)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    draft_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="Verify only the first N drafted tokens of a block; several: compare their speeds. Default: all.",
+        ),
+    ] = None,
     tree: Annotated[int | None, typer.Option(min=1, help="Verify a draft tree of this many nodes.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt's text as it is: no chat template.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Take only the first N prompts of each file.")] = None,
@@ -231,6 +240,8 @@ def speculate(
 
     if reference is None and reference_model is not None:
         raise typer.BadParameter("--reference-model needs --reference")
+    if draft_tokens is not None and (tree is not None or not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", draft_tokens)):
+        raise typer.BadParameter(f"--draft-tokens {draft_tokens}: expected numbers such as 1,3,7, and no --tree")
     _check_writable(out, plot)
     head = _head(store)
     drafter, facts = open_drafter(checkpoint, head)
@@ -238,11 +249,12 @@ def speculate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     server = None if reference is None else Server(reference, reference_model)
     found = speculate_prompts(
-        drafter, head, target, prompts, sampling, tree_size=tree, raw=raw, limit=limit, reference=server, dtype=dtype,
-        device=device, allow_fallback=allow_fallback,
+        drafter, head, target, prompts, sampling, draft_tokens=[int(n) for n in (draft_tokens or "").split(",") if n],
+        tree_size=tree, raw=raw, limit=limit, reference=server, dtype=dtype, device=device,
+        allow_fallback=allow_fallback,
     )  # fmt: skip
     _show(found, print_speculation, plot_speculation, plot=plot, out=out, json=json)
-    if found["lossless"]["unexplained"]:
+    if any(row["lossless"]["unexplained"] for row in found["by_draft_tokens"]):
         raise typer.Exit(1)
 
 

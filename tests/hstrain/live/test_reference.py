@@ -96,14 +96,17 @@ def target(hybrid: Hybrid) -> Iterator[LiveTarget]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tree_size", "ids_from"),
-    [("vllm", None, "server"), ("llamacpp", None, "server"), ("text", None, "text"), ("vllm", 8, "server")],
-)
+    ("kind", "how", "ids_from"),
+    [
+        ("vllm", {}, "server"), ("llamacpp", {}, "server"), ("text", {}, "text"), ("vllm", {"tree_size": 8}, "server"),
+        ("vllm", {"draft_tokens": [1]}, "server"), ("vllm", {"draft_tokens": [1, 2]}, "server"),
+    ],
+)  # fmt: skip
 def test_over_the_same_text_the_walk_makes_the_live_steps(
-    speculate: Callable[..., dict[str, Any]], engine: Engine, kind: Any, tree_size: int | None, ids_from: str
+    speculate: Callable[..., dict[str, Any]], engine: Engine, kind: Any, how: dict[str, Any], ids_from: str
 ) -> None:
     engine.kind = kind
-    report = speculate(engine, NEW_TOKENS, tree_size=tree_size)
+    report = speculate(engine, NEW_TOKENS, **how)
     for entry in report["prompts"]:
         for figure in ("ids", "finish_reason", "anchors", "accepted", "streaks", "tau"):
             assert entry["reference"][figure] == entry[figure], figure

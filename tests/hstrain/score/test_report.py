@@ -383,15 +383,25 @@ def test_samples_that_chose_the_checkpoint_are_told_from_the_others(
 
 
 def test_eval_predicts_speeds_from_costs(hstrain: Any, row: dict[str, Any], run: Path, little: Little) -> None:
-    words = ("eval", run, "--store", little.path, "--device", "cpu", "--cost", "draft=0.5,verify=1.25,keep=0.25")
+    words = (
+        "eval",
+        run,
+        "--store",
+        little.path,
+        "--device",
+        "cpu",
+        "--cost",
+        "draft=0.5,verify=1.25,keep=0.25,row=0.25",
+    )
     answer = hstrain(*words, "--json")
-    assert (answer.status, answer.json["cost"]) == (0, {"draft": 0.5, "verify": 1.25, "keep": 0.25})
+    assert (answer.status, answer.json["cost"]) == (0, {"draft": 0.5, "verify": 1.25, "keep": 0.25, "row": 0.25})
     speeds = answer.json["rows"][0]["speed"]
     assert speeds.keys() == {"all", "code", "math"}
     assert speeds["all"][-1] == pytest.approx(row["tau"] / 2)
     assert speeds["code"][-1] == pytest.approx(row["by_tag"]["code"] / 2)
     text = hstrain(*words).out
     assert "predicted speed by drafted tokens" in text
+    assert "(draft 0.5, verify 1.25, keep 0.25, row 0.25 tokens)" in text
     assert "/run, math " in text
     for wrong in ("draft=1", "draft=1,verify=0.5", "verify=2,draft=1", "draft=1.2.3,verify=2"):
         answer = hstrain(*words[:-1], wrong)

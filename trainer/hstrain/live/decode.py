@@ -93,6 +93,8 @@ class Draft:
 
     def __init__(self, drafter: Drafter, head: TargetHead, device: torch.device) -> None:
         self.block_size = drafter.config.block_size
+        self.tokens = self.block_size - 1
+        """Drafted tokens that a step verifies: the first ones of the block, which is always drafted whole."""
         self.drafter = drafter.eval()
         # converted once: TargetHead would convert it for every block
         self.head = replace(head, embed=head.embed.to(device), lm_head=head.lm_head.to(device, torch.float32))
@@ -116,11 +118,15 @@ class Draft:
         self.length += rows
 
     def propose(self, anchor: int) -> Tensor:
-        """Return the logits of the tokens after the anchor, float32 [B - 1, V]; the anchor is next to the context."""
+        """Return the logits of ``tokens`` tokens after the anchor, float32 [n, V]; the anchor follows the context.
+
+        The block stays as wide as in training: the slots of a full layer see one another, so a narrower block would
+        draft other tokens.
+        """
         at, none = torch.tensor([self.length], device=self._device), torch.zeros(1, dtype=torch.long)
         blocks = Blocks(at, none.to(self._device), at, self.block_size, self.length)
         inputs_BH = block_inputs(torch.tensor([anchor], device=self._device), self.head.embed, self.drafter.config)
-        return self.head.logits(self.drafter.draft(inputs_BH, blocks, self._context)[1:])
+        return self.head.logits(self.drafter.draft(inputs_BH, blocks, self._context)[1 : 1 + self.tokens])
 
 
 class _Choice:

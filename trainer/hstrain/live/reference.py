@@ -21,7 +21,7 @@ from hstrain.drafter.losses import Head
 from hstrain.live.decode import Decoded, Draft
 from hstrain.live.server import Answer, PromptFault, Server
 from hstrain.live.target import LiveTarget, Prompt
-from hstrain.score.walk import check_finite, score_sample
+from hstrain.score.walk import SampleScore, check_finite, score_sample
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,8 @@ def score_reference(
     if reference.stopped and live.eos_ids:
         ends = sorted(live.eos_ids)
         ids.append(ends[int(rows.logits[-1, ends].argmax())] if reference.end is None else reference.end)
-    mask = torch.ones(first + len(ids), dtype=torch.uint8)
-    mask[:first] = 0
-    states, tokens = rows.states.to("cpu", torch.bfloat16), torch.tensor([*prompt.ids, *ids], dtype=torch.int32)
-    sample = Sample(prompt.sample_id, prompt.tag, tokens, mask, states, None, None)
-    head = Head(draft.head, live.device, torch.float32)
-    score = score_sample(draft.drafter, head, sample, trees=[tree_size] if tree_size else ())
-    kept_N = score.tree_Ns[:, 0] if tree_size else score.streak
+    score = _score(live, draft, prompt, ids, rows.states, tree_size)
+    kept_N = score.tree_Ns[:, 0] if tree_size else np.minimum(score.streak, draft.tokens)
     accepted = score.walk(kept_N)
     at = np.cumsum([0, *accepted])[:-1]  # one turn: its anchors are consecutive
     return {
@@ -136,6 +131,35 @@ def score_reference(
         "stable": reference.stable,
         "parts": _difference(ours, ids),
     }
+
+
+def score_text(live: LiveTarget, draft: Draft, prompt: Prompt, ids: list[int]) -> SampleScore:
+    """Draft from every anchor of a completion, as ``hstrain eval`` does over a sample of a store.
+
+    Args:
+        live: The target; its text is replaced.
+        draft: The drafter.
+        prompt: The prompt.
+        ids: The completion.
+
+    Raises:
+        EnvironmentFault: ``not-finite``.
+    """
+    states_TLH = live.prefill([*prompt.ids, *ids[:-1]]).states
+    check_finite("the target", states_TLH)
+    return _score(live, draft, prompt, ids, states_TLH)
+
+
+def _score(
+    live: LiveTarget, draft: Draft, prompt: Prompt, ids: list[int], states_TLH: torch.Tensor, tree: int | None = None
+) -> SampleScore:
+    """Score a completion, given the states of all tokens before its last one, at least."""
+    mask = torch.ones(len(prompt.ids) + len(ids), dtype=torch.uint8)
+    mask[: len(prompt.ids)] = 0
+    states, tokens = states_TLH.to("cpu", torch.bfloat16), torch.tensor([*prompt.ids, *ids], dtype=torch.int32)
+    sample = Sample(prompt.sample_id, prompt.tag, tokens, mask, states, None, None)
+    head = Head(draft.head, live.device, torch.float32)
+    return score_sample(draft.drafter, head, sample, trees=[tree] if tree else ())
 
 
 def _read(answer: Answer, live: LiveTarget, tokenizer: Any, prompt: list[int], max_new_tokens: int) -> Reference:

@@ -11,26 +11,30 @@ them are reported, but are not faults.
 
 ``tau`` is tokens per step, over all steps of all prompts, as a server would measure it. For the same texts it equals
 the walk over a store's samples.
+
+With several numbers of drafted tokens, each completes the same prompts, and its speed stands beside the one that
+``hstrain eval --cost`` predicts: from the walk over these texts, the costs of the longest draft, and what a row costs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hscache.console import Progress, counts, facts, figures, say
+from hscache.console import Column, Progress, counts, facts, figures, say, table
 from hscache.device import Dtype
 from hscache.errors import ConfigError, ConflictError, InputError
 from hscache.store.head import TargetHead
 from hstrain.drafter.model import Drafter
 from hstrain.live.decode import Decoded, Draft, decode
-from hstrain.live.reference import Reference, fetch_references, first_difference, score_reference
+from hstrain.live.reference import Reference, fetch_references, first_difference, score_reference, score_text
 from hstrain.live.server import Server
 from hstrain.live.target import (
     LiveTarget,
@@ -43,7 +47,7 @@ from hstrain.live.target import (
     open_target,
     read_prompts,
 )
-from hstrain.score.walk import check_finite
+from hstrain.score.walk import Cost, SampleScore, check_finite, speed_by_length
 
 _HEAD_ROWS = 64
 _ROUNDING = {"bfloat16": 4 * 2.0**-7, "float32": 1e-3}
@@ -57,6 +61,7 @@ def speculate_prompts(
     prompts: list[Path],
     sampling: Sampling,
     *,
+    draft_tokens: Sequence[int] = (),
     tree_size: int | None = None,
     raw: bool = False,
     limit: int | None = None,
@@ -74,6 +79,8 @@ def speculate_prompts(
         target: Checkpoint directory or hub id.
         prompts: Files in the formats of ``hscache generate``.
         sampling: How tokens are chosen; temperature 0 for greedy. Every prompt gets its own seed, from its place.
+        draft_tokens: Numbers of drafted tokens that a step verifies, each for all prompts; empty for all that a block
+            has. The drafter drafts a whole block each time, as in training.
         tree_size: Nodes of a draft tree; None for a chain.
         raw: Continue texts as they are, without the chat template.
         limit: Take only the first N prompts of each file.
@@ -85,10 +92,13 @@ def speculate_prompts(
 
     Returns:
         JSON-plain: ``prompts`` (an entry for each), ``rejected``, ``tau``, ``streaks`` (histogram), ``tokens_per_s``,
-        ``lossless``, ``kernels``, ``kernel_fallback``, ``reference`` (None without one), and the settings.
+        ``lossless``, ``kernels``, ``kernel_fallback``, ``reference`` (None without one), and the settings. These are
+        figures of the largest number of drafted tokens; ``by_draft_tokens`` has a row for every number, as
+        :func:`length_rows` returns them.
 
     Raises:
-        ConfigError: ``taps-invalid``; ``reference-sampled`` for a reference with a temperature above 0.
+        ConfigError: ``taps-invalid``; ``reference-sampled`` for a reference with a temperature above 0; ``usage`` for
+            more drafted tokens than a block has.
         ConflictError: ``target-other``.
         EnvironmentFault: ``kernel-fallback``, other errors of loading, kernels and rollback, ``not-finite``, and the
             ``server-...`` errors of the reference.
@@ -100,6 +110,10 @@ def speculate_prompts(
             f"temperature {sampling.temperature:g} with a reference, which is greedy text",
             hint="leave out --temperature or --reference",
         )
+    most = drafter.config.block_size - 1
+    lengths = sorted(set(draft_tokens)) or [most]
+    if lengths[-1] > most:
+        raise ConfigError("usage", f"--draft-tokens {lengths[-1]}: this drafter drafts at most {most} tokens a step")
     opened = open_target(target, drafter.config.taps, dtype=dtype, device=device, allow_fallback=allow_fallback)
     with opened as (live, observation):
         check_same_target(live, drafter, head)
@@ -112,13 +126,20 @@ def speculate_prompts(
         if reference is not None:
             texts, faults = fetch_references(reference, live, tokenizer, ready, sampling.max_new_tokens)
         # warm up: in their first pass, kernels are chosen, compiled and tuned
-        for side in (draft, None)[: 2 if plain else 1]:
-            decode(live, ready[0].ids, dataclasses.replace(sampling, max_new_tokens=3), side, tree_size)
-        progress, entries = Progress("speculate", len(ready), "prompts"), []
+        for draft.tokens in lengths:
+            decode(live, ready[0].ids, dataclasses.replace(sampling, max_new_tokens=3), draft, tree_size)
+        if plain:
+            decode(live, ready[0].ids, dataclasses.replace(sampling, max_new_tokens=3))
+        progress = Progress("speculate", len(ready), "prompts")
+        entries: dict[int, list[dict[str, Any]]] = {n: [] for n in lengths}
+        scores: list[SampleScore] = []
         for place, (prompt, text) in enumerate(zip(ready, texts, strict=True)):
             seeded = dataclasses.replace(sampling, seed=sampling.seed * 1_000_003 + place)
-            entries.append(_complete(live, draft, prompt, seeded, text, tree_size, plain=plain))
-            progress.advance(1, f"tau {_tau(entries) or 0:.2f}")
+            for n, entry in _complete(live, draft, prompt, seeded, text, tree_size, lengths, plain=plain).items():
+                entries[n].append(entry)
+            if len(lengths) > 1 and plain and sampling.temperature <= 0:
+                scores.append(score_text(live, draft, prompt, entries[lengths[-1]][-1]["ids"]))
+            progress.advance(1, f"tau {_tau(entries[lengths[-1]]) or 0:.2f}")
         progress.close()
         if fallback := kernel_fallback(observation, live):
             say(f"torch replaced kernels on this GPU ({kernel_path(observation)}): a server would be faster")
@@ -130,11 +151,13 @@ def speculate_prompts(
             "kernel_fallback": fallback,
             "sampling": dataclasses.asdict(sampling),
             "block_size": draft.block_size,
+            "draft_tokens": lengths[-1],
             "tree_size": tree_size,
-            **summary(entries),
-            "reference": reference and {**reference_summary(entries, reference), "rejected": faults},
+            **summary(entries[lengths[-1]]),
+            "by_draft_tokens": length_rows(entries, scores),
+            "reference": reference and {**reference_summary(entries[lengths[-1]], reference), "rejected": faults},
             "rejected": rejected,
-            "prompts": entries,
+            "prompts": entries[lengths[-1]],
         }
 
 
@@ -245,6 +268,47 @@ def summary(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def length_rows(
+    entries: Mapping[int, Sequence[dict[str, Any]]], scores: Sequence[SampleScore] = ()
+) -> list[dict[str, Any]]:
+    """Return the figures of each number of drafted tokens.
+
+    Args:
+        entries: Number of drafted tokens -> an entry for each prompt, ascending.
+        scores: The drafter's predictions over the same texts; empty to predict nothing.
+
+    Returns:
+        JSON-plain rows: ``draft_tokens``, all of :func:`summary`; ``cost``, of a step in tokens without a drafter, None
+        if the speeds are not known; ``predicted``, the speed-up that :func:`hstrain.score.walk.speed_by_length` gives
+        with the cost of the last row, None without scores; and ``differences``, of the prompts whose text is not that
+        without a drafter, by id. The last cost has ``row``, the slope of a line through it along the other costs.
+    """
+    rows: list[dict[str, Any]] = [
+        {
+            "draft_tokens": n,
+            **summary(some),
+            "differences": {entry["id"]: entry["difference"] for entry in some if entry["difference"]},
+            "predicted": None,
+        }
+        for n, some in entries.items()
+    ]
+    for row in rows:
+        row["cost"] = _costs(row) if row["speedup"] else None
+    last = rows[-1]
+    if scores and last["speedup"]:
+        fewer = np.array([last["draft_tokens"] - row["draft_tokens"] for row in rows])
+        less = np.array([sum(last["cost"][part] - row["cost"][part] for part in ("verify", "keep")) for row in rows])
+        last["cost"]["row"] = max(0.0, float(fewer @ less / (fewer @ fewer)))
+        for row, speed in zip(rows, speed_by_length(scores, Cost(**last["cost"]), lengths=list(entries)), strict=True):
+            row["predicted"] = speed
+    return rows
+
+
+def _costs(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the cost of a step by part, in tokens of plain decoding."""
+    return {part: seconds * found["tokens_per_s"]["plain"] for part, seconds in found["step_s"].items()}
+
+
 def reference_summary(entries: Sequence[dict[str, Any]], server: Server) -> dict[str, Any]:
     """Return the figures over all prompts that have a reference; ``tau_live`` is tau of our own texts for them."""
     with_one = [entry for entry in entries if entry["reference"] is not None]
@@ -269,6 +333,8 @@ def print_speculation(found: dict[str, Any]) -> None:
     """Print what :func:`speculate_prompts` returned."""
     speeds, lossless = found["tokens_per_s"], found["lossless"]
     shape = f"tree of {found['tree_size']} nodes" if found["tree_size"] else f"blocks of {found['block_size']}"
+    if (verified := found["draft_tokens"]) < found["block_size"] - 1:
+        shape += f", of which {verified} drafted tokens are verified"
     pairs: list[tuple[str, object]] = [
         ("prompts", f"{len(found['prompts'])} ({len(found['rejected'])} rejected)"),
         ("tau", f"{found['tau']:.3f} tokens a step, {found['steps']:,} steps" if found["steps"] else "no steps"),
@@ -280,7 +346,7 @@ def print_speculation(found: dict[str, Any]) -> None:
     if found["speedup"]:
         speed = f"{speeds['drafted']:.1f} tokens/s, {speeds['plain']:.1f} without a drafter"
         # the costs in tokens of plain decoding: a step must yield more than this to save time
-        parts = {part: seconds * speeds["plain"] for part, seconds in found["step_s"].items()}
+        parts = _costs(found)
         cost = f"costs {sum(parts.values()):.2f} tokens without a drafter: {figures(parts, '.2f')}"
         pairs += [("speed", f"{speed}: {found['speedup']:.2f} times as fast"), ("step", cost)]
     if lossless["compared"]:
@@ -290,13 +356,35 @@ def print_speculation(found: dict[str, Any]) -> None:
     if found["reference"]:
         pairs += _reference_facts(found["reference"])
     facts(f"{found['target']}: {found['dtype']} on {found['device']}, {shape}", pairs)
+    rows = found["by_draft_tokens"]
+    if len(rows) > 1:
+        _print_lengths(rows, whole=found["draft_tokens"] == found["block_size"] - 1)
+    for row in rows:
+        which = f" with {row['draft_tokens']} drafted" if len(rows) > 1 else ""
+        for name, apart in row["differences"].items():
+            say(f"{name}{which}: {apart}")
     for entry in found["prompts"]:
-        if entry.get("difference"):
-            say(f"{entry['id']}: {entry['difference']}")
         if entry["reference"] and entry["reference"]["parts"]:
             say(f"{entry['id']}: differs from the reference: {entry['reference']['parts']}")
     for fault in (found["reference"] or {}).get("rejected", ()):
         say(f"{fault['id']}: no reference: {fault['reason']}: {fault['detail']}")
+
+
+def _print_lengths(rows: Sequence[Mapping[str, Any]], *, whole: bool) -> None:
+    """Print a table by drafted tokens; if ``whole`` blocks were verified, with the costs that ``eval`` takes."""
+    parts = ("draft", "verify", "keep")
+    columns: list[Column] = [("drafted", "d"), ("tau", ".3f"), ("times as fast", ".2f"), ("predicted", ".2f"),
+                             ("off by", "+.0%"), *((part, ".2f") for part in parts), "lossless"]  # fmt: skip
+    body = []
+    for row in rows:
+        speed, predicted, lossless = row["speedup"], row["predicted"], row["lossless"]
+        off = predicted / speed - 1 if predicted and speed else None
+        costs = row["cost"] or {}
+        texts = f"{lossless['equal']} of {lossless['compared']}" if lossless["compared"] else None
+        body.append([row["draft_tokens"], row["tau"], speed, predicted, off, *map(costs.get, parts), texts])
+    terms = ",".join(f"{part}={cost:.2f}" for part, cost in (rows[-1]["cost"] or {}).items())
+    same = f"; eval --cost {terms} predicts the same from a store" if whole and rows[-1]["predicted"] else ""
+    table(f"by drafted tokens, costs in tokens without a drafter{same}", columns, body)
 
 
 def _reference_facts(found: dict[str, Any]) -> list[tuple[str, object]]:
@@ -359,12 +447,28 @@ def _complete(
     sampling: Sampling,
     reference: Reference | None,
     tree_size: int | None,
+    lengths: Sequence[int],
     *,
     plain: bool,
+) -> dict[int, dict[str, Any]]:
+    """Complete a prompt with each number of drafted tokens and, if ``plain``, without a drafter; return the entries.
+
+    The reference is scored with the last number.
+    """
+    peer, made = decode(live, prompt.ids, sampling) if plain else None, {}
+    for draft.tokens in lengths:
+        drafted = decode(live, prompt.ids, sampling, draft, tree_size)
+        made[draft.tokens] = _entry(live, prompt, sampling, drafted, peer)
+    if reference is not None:
+        scored = score_reference(live, draft, prompt, reference, peer or drafted, tree_size)
+        made[draft.tokens]["reference"] = {**scored, "tau": _mean(scored["accepted"])}
+    return made
+
+
+def _entry(
+    live: LiveTarget, prompt: Prompt, sampling: Sampling, drafted: Decoded, peer: Decoded | None
 ) -> dict[str, Any]:
-    """Complete a prompt with the drafter and, if ``plain``, without; return its entry of the report."""
-    drafted = decode(live, prompt.ids, sampling, draft, tree_size)
-    peer = decode(live, prompt.ids, sampling) if plain else None
+    """Return what the report says of one completion with the drafter."""
     compared = peer is not None and sampling.temperature <= 0
     differing = difference(drafted, peer, partial(_alone, live, prompt.ids), live.dtype) if peer and compared else None
     entry: dict[str, Any] = {
@@ -384,9 +488,6 @@ def _complete(
     for name, side in (("drafted", drafted), ("plain", peer)):
         entry[name] = side and {"tokens": len(side.ids), "prefill_s": side.prefill_s, "decode_s": side.decode_s}
     entry["drafted"]["step_s"] = drafted.step_s
-    if reference is not None:
-        scored = score_reference(live, draft, prompt, reference, peer or drafted, tree_size)
-        entry["reference"] = {**scored, "tau": _mean(scored["accepted"])}
     return entry
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import hscache
-from hscache.console import Column, say, table
+from hscache.console import Column, figures, say, table
 from hscache.device import pick_device
 from hscache.errors import HscacheError, InputError
 from hscache.store.head import load_head
@@ -201,7 +201,7 @@ def print_evaluation(found: dict[str, Any]) -> None:
             for tag, speeds in row["speed"].items()
         ]
         title = "predicted speed by drafted tokens, in times that without a drafter"
-        terms = f"draft {cost['draft']:g}, verify {cost['verify']:g}, keep {cost['keep']:g} tokens"
+        terms = figures({name: value for name, value in cost.items() if value is not None}, "g") + " tokens"
         table(f"{title} ({terms})", ["drafter", *((str(k), ".2f") for k in slots), ("best", "d")], body)
     titles = {"by_tag": "tau by tag", "by_position": "tau_all by place of the anchor in the answer"}
     for kind, title in titles.items():

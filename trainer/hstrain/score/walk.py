@@ -261,26 +261,35 @@ class Cost:
         draft: Drafting a block.
         verify: The target's pass over a whole block, anchor included; at least 1, which a pass over one token takes.
         keep: Putting the target's states right after the accepted tokens.
+        row: What each drafted token adds to both; None to take the anchor's row for a plain token and the others alike.
     """
 
     draft: float
     verify: float
     keep: float = 0.0
+    row: float | None = None
 
     def step(self, drafted: int, most: int) -> float:
-        """Return the cost of a step that drafts fewer tokens than the block has; rows are taken to cost alike."""
-        return self.draft + 1 + (self.verify - 1) * drafted / most + self.keep
+        """Return the cost of a step that verifies fewer drafted tokens than the block has."""
+        row = (self.verify - 1) / most if self.row is None else self.row
+        return self.draft + self.verify + self.keep - row * (most - drafted)
 
 
-def speed_by_length(scores: Sequence[SampleScore], cost: Cost) -> list[float]:
-    """Return the predicted speed, in times that without a drafter, when 1, 2, ... B - 1 tokens are drafted a step.
+def speed_by_length(scores: Sequence[SampleScore], cost: Cost, lengths: Sequence[int] | None = None) -> list[float]:
+    """Return the predicted speed, in times that without a drafter, by the number of drafted tokens that are verified.
 
     The walk is that of :func:`summarise` with shorter blocks; it is greedy, one request at a time.
+
+    Args:
+        scores: Scores of samples.
+        cost: Cost of a step with the last of the lengths.
+        lengths: Numbers of drafted tokens, ascending; None for 1, 2, ... B - 1.
     """
     scores = [score for score in scores if len(score.anchors_N)]
-    most = scores[0].correct_NK.shape[1] if scores else 0
-    taus = [_tau([score.walk(np.minimum(score.streak, n)) for score in scores]) for n in range(1, most + 1)]
-    return [tau / cost.step(n, most) for n, tau in enumerate(taus, 1)]
+    if lengths is None:
+        lengths = range(1, scores[0].correct_NK.shape[1] + 1) if scores else ()
+    taus = [_tau([score.walk(np.minimum(score.streak, n)) for score in scores]) for n in lengths]
+    return [tau / cost.step(n, lengths[-1]) for n, tau in zip(lengths, taus, strict=True)]
 
 
 def difference(scores: Sequence[SampleScore], base: Sequence[SampleScore]) -> dict[str, object] | None:
