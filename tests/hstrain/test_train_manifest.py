@@ -126,6 +126,8 @@ def test_numbers_may_be_written_whole(file: Path, override: str, value: float) -
         "optim.clip=0",
         "optim.max_steps=0",
         "data.validation=1.0",
+        "data.test=-0.1",
+        "data.test=0.95",
         "data.max_tokens=1",
         "data.noise=-0.1",
         "data.anchors=0",

@@ -110,7 +110,7 @@ def test_a_corpus_of_held_out_samples_has_the_same_ones_held_out(scored: tuple[P
     from hscache.corpus.readers import read_corpus
 
     store = hscache.open(scored[0])
-    train, held = split(store, 0.15)
+    train, held, _ = split(store, 0.15)
     write_corpus(store, held[:3], train, tmp_path / "corpus.parquet")
     rows = list(read_corpus(tmp_path / "corpus.parquet"))
     assert [r.sample_id for r in rows[:3]] == [store.sample_ids[i] for i in held[:3]]

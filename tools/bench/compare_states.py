@@ -149,8 +149,9 @@ def compare_states(
     """
     drafter, facts = open_drafter(run, load_head(store / "target"))
     opened = hscache.open(store)
-    train, held = split(opened, facts["provenance"]["manifest"]["data"]["validation"])
-    held = held[:samples]
+    data = facts["provenance"]["manifest"]["data"]
+    train, validation, test = split(opened, data["validation"], data.get("test", 0.0))
+    held = sorted(validation + test)[:samples]
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [{"states": "as built", "store": store, "refused": None, "rejected": {}}]
     for variant in (v for v in variants(drafter.config.taps, drafter.config.mask_token_id) if v.name in only):
@@ -161,7 +162,7 @@ def compare_states(
         corpus = write_corpus(opened, chosen, train, folder / f"{out.name}.parquet")
         rows.append({"states": name, "store": out, **build_variant(variant, changed(opened, variant, corpus), out)})
     scored = [row for row in rows if row["refused"] is None]
-    figures = evaluate([run], [row["store"] for row in scored], samples=samples, device="cpu")["rows"]
+    figures = evaluate([run], [row["store"] for row in scored], part="held-out", samples=samples, device="cpu")["rows"]
     for row, figure in zip(scored, figures, strict=True):
         spec = opened.manifest["manifest"]["target"]
         row |= {**figure, "found_by": finders(run, row["store"], spec["path"], spec["dtype"])}

@@ -76,7 +76,7 @@ def one_run(args: argparse.Namespace, store: Path, run: Path, seed: int) -> dict
 
     from hscache.store.head import load_head
 
-    held = split(clean, manifest.data.validation)[1][: args.samples]
+    held = split(clean, manifest.data.validation, manifest.data.test)[1][: args.samples]
     head = Head(load_head(args.store / "target"), "cpu", torch.float32)
     scored = summarise(score_store(drafter, head, clean, held))
     losses = [record["loss"] for record in read_metrics(run)[0]]

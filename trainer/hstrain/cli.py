@@ -140,6 +140,13 @@ def eval_(
         float | None,
         typer.Option(min=0, max=1, help="Share to hold out; default: samples no checkpoint trained on; 1: all."),
     ] = None,
+    part: Annotated[
+        Literal["test", "validation", "held-out"] | None,
+        typer.Option(
+            help="Held-out samples to score: those that no validation reads (data.test), those that it may read, or "
+            "all; default: test if every training has such samples, else all."
+        ),
+    ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Score only the first N of these samples.")] = None,
     precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="Precision of the drafter.")] = "fp32",
     cost: Annotated[
@@ -163,8 +170,9 @@ def eval_(
 
     _check_writable(out, plot)
     found = evaluate(
-        checkpoints, store, held_out=held_out, samples=samples, precision=precision, device=device, cost=_cost(cost)
-    )
+        checkpoints, store, held_out=held_out, part=part, samples=samples, precision=precision, device=device,
+        cost=_cost(cost),
+    )  # fmt: skip
     _show(found, print_evaluation, plot_evaluation, plot=plot, out=out, json=json)
 
 
@@ -416,7 +424,11 @@ def _print_estimate(numbers: dict[str, Any]) -> None:
         "this run would take",
         [
             ("drafter", f"{numbers['parameters']:,} parameters in {numbers['tensors']} tensors"),
-            ("samples", f"{numbers['train_samples']:,} to train on, {numbers['validation_samples']:,} to validate"),
+            (
+                "samples",
+                f"{numbers['train_samples']:,} to train on, {numbers['validation_samples']:,} to validate on, "
+                f"{numbers['test_samples']:,} to test on",
+            ),
             ("an epoch", f"{numbers['tokens_an_epoch']:,} tokens in {numbers['packs_an_epoch']:,} packs"),
             ("steps", f"{numbers['steps']:,}"),
             ("memory", f"{memory} counted, {size(numbers['measured_peak_bytes'])} at the peak here"),

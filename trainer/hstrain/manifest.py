@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
@@ -67,7 +67,9 @@ class DataSpec(Section):
     """The data that is read, and how much of it makes a step."""
 
     validation: Fraction = 0.05
-    """Share of the samples held out, chosen by a hash of their ids."""
+    """Share of the samples held out for validation, chosen by a hash of their ids."""
+    test: Fraction = 0.0
+    """Share of the samples also held out, which no validation reads: for ``hstrain eval`` after training."""
     max_tokens: Annotated[Count, Field(gt=2)] = 4096
     """Longest part of a sample that is trained on: in a longer sample a window, drawn anew each epoch."""
     pack_tokens: Annotated[Count, Field(gt=1)] = 4096
@@ -152,6 +154,13 @@ class TrainManifest(Section):
         """Decay of the slot weights."""
         return self.loss.gamma or default_gamma(self.drafter.block_size)
 
+    def record(self) -> dict[str, Any]:
+        """Return the manifest as JSON has it, as a run records it."""
+        found = self.model_dump(mode="json")
+        if not self.data.test:  # left out if it changes nothing, so that runs from before it existed can continue
+            del found["data"]["test"]
+        return found
+
 
 def with_precision(manifest: TrainManifest, precision: str) -> TrainManifest:
     """Return a manifest in which the precision ``auto`` is replaced by ``bf16`` or ``fp32``."""
@@ -203,6 +212,9 @@ def _consistent(manifest: TrainManifest, where: str) -> TrainManifest:
     faults = {
         "drafter.num_heads: not a multiple of drafter.num_kv_heads": drafter.num_heads % drafter.num_kv_heads,
         "drafter.sliding_window: needed by sliding layers": sliding and drafter.sliding_window is None,
+        "data.test: with data.validation, it leaves no sample to train on": (
+            manifest.data.validation + manifest.data.test >= 1
+        ),
         "optim.name: muon needs whole matrices, which run.parallel = fsdp cuts": (
             manifest.optim.name == "muon" and manifest.run.parallel == "fsdp"
         ),

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,9 +87,10 @@ def test_the_split_is_a_function_of_ids_alone(little: Little, store: Store, tmp_
     other = hscache.open(packed.path)
     assert other.manifest["plan"]["shards"] != store.manifest["plan"]["shards"]
     for fraction in (0.1, 0.3, 0.6):
-        train, held = split(store, fraction)
-        assert split(other, fraction) == (train, held)
+        train, held, test = split(store, fraction)
+        assert split(other, fraction) == (train, held, test)
         assert sorted(train + held) == list(range(len(store)))
+        assert test == []
 
 
 def test_a_corpus_that_grows_moves_no_sample_to_the_other_side(store: Store, tmp_path: Path) -> None:
@@ -100,9 +102,37 @@ def test_a_corpus_that_grows_moves_no_sample_to_the_other_side(store: Store, tmp
 
 def test_something_is_held_out_whenever_two_samples_are_there(tmp_path: Path, store: Store) -> None:
     assert len(split(store, 1e-9)[1]) == 1
-    assert split(store, 0.0) == (list(range(len(store))), [])
+    assert split(store, 0.0) == (list(range(len(store))), [], [])
     one = hscache.open(training_store(tmp_path / "one", [9]).path)
     assert split(one, 0.5)[0] == [0]
+    assert list(map(len, split(store, 1e-9, 1e-9))) == [len(store) - 2, 1, 1]
+    for n, parts in ((0, [0, 0, 0]), (1, [1, 0, 0]), (2, [1, 0, 1]), (3, [1, 1, 1])):
+        assert list(map(len, split(named(f"s{i}" for i in range(n)), 0.5, 0.4))) == parts
+
+
+def named(ids: Iterable[str]) -> Any:
+    return SimpleNamespace(sample_ids=list(ids))
+
+
+def test_the_test_samples_are_those_with_the_lowest_hashes() -> None:
+    store = named(f"s{i}" for i in range(400))
+    train, validation, test = split(store, 0.1, 0.2)
+    assert sorted(train + validation + test) == list(range(400))
+    assert (split(store, 0.2)[1], split(store, 0.2 + 0.1)[1]) == (test, sorted(test + validation))
+    assert len(test) / 400 == pytest.approx(0.2, abs=0.06)
+    assert len(validation) / 400 == pytest.approx(0.1, abs=0.04)
+    # so a smaller test share is a part of a larger one
+    assert set(split(store, 0.0, 0.1)[2]) < set(test)
+
+
+@pytest.mark.parametrize("shares", [(0.1, 0.2), (1e-9, 1e-9), (0.5, 0.49)])
+def test_with_a_test_the_answers_of_one_conversation_stay_together(shares: tuple[float, float]) -> None:
+    store = named(f"chat{i}#{n}" for i in range(100) for n in range(3))
+    for part in split(store, *shares):
+        assert part
+        chats = [store.sample_ids[i].partition("#")[0] for i in part]
+        assert all(chats.count(chat) == 3 for chat in chats)
+    assert split(named(f"chat#{n}" for n in range(5)), *shares) == ([0, 1, 2, 3, 4], [], [])
 
 
 # order

@@ -330,7 +330,9 @@ def test_eval_as_json(hstrain: Any, row: dict[str, Any], run: Path, little: Litt
     answer = hstrain("eval", run, "--store", little.path, "--device", "cpu", "--json")
     assert answer.status == 0
     baselines = answer.json.pop("baselines")
-    assert answer.json == {"held_out": 0.3, "precision": "fp32", "rows": [row], "baselines": baselines, "cost": None}
+    assert answer.json == {
+        "held_out": 0.3, "part": "held-out", "precision": "fp32", "rows": [row], "baselines": baselines, "cost": None
+    }  # fmt: skip
     assert [found["baseline"] for found in baselines] == ["bigram", "5-gram", "lookup", "lookup, 5-gram"]
     for found in baselines:
         assert (found["samples"], found["anchors"], found["ddtree"]) == (row["samples"], row["anchors"], {})
@@ -382,6 +384,47 @@ def test_samples_that_chose_the_checkpoint_are_told_from_the_others(
     assert "chose its checkpoint; no other was scored" in hstrain("eval", run, "--store", little.path).out
 
 
+def test_a_run_with_a_test_split_is_scored_on_it(
+    little: Little, hstrain: Any, run: Path, zlab: Path, tmp_path: Path
+) -> None:
+    one = train_manifest(
+        drafter={"taps": TAPS}, optim={"max_steps": 2}, data={"validation": 0.3, "test": 0.2}, run={"validate_every": 1}
+    )
+    fit(one, little.path, tmp_path / "run", device="cpu")
+    store = hscache.open(little.path)
+    _, validation, test = split(store, 0.3, 0.2)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {line["samples"] for line in lines if line["kind"] == "validation"} == {len(validation)}
+
+    def scored(*runs: Path, **how: Any) -> tuple[str, float, int]:
+        found = evaluate(runs, [little.path], device="cpu", **how)
+        assert {row["trained_on"] for row in found["rows"]} <= {0, None}
+        assert len({row["samples"] for row in found["rows"]}) == 1
+        return found["part"], found["held_out"], found["rows"][0]["samples"]
+
+    assert scored(tmp_path / "run") == ("test", 0.5, len(test))
+    assert scored(tmp_path / "run", zlab) == ("test", 0.5, len(test))
+    assert scored(tmp_path / "run", part="validation") == ("validation", 0.5, len(validation))
+    assert scored(tmp_path / "run", part="held-out") == ("held-out", 0.5, len(test + validation))
+    assert scored(tmp_path / "run", held_out=0.2, part="test") == ("test", 0.2, len(test))
+    # the other run validated on these samples, so no test is left
+    assert scored(tmp_path / "run", run) == ("held-out", 0.3, len(split(store, 0.3)[1]))
+    assert refusal([run], [little.path], part="test").code == "sample-unknown"
+    # a run that began from it kept fewer
+    tuned = train_manifest(
+        drafter={"taps": TAPS, "start": str(tmp_path / "run"), "logit_std": 0}, optim={"max_steps": 1},
+        data={"validation": 0.1, "test": 0.3},
+    )  # fmt: skip
+    fit(tuned, little.path, tmp_path / "tuned", device="cpu")
+    assert scored(tmp_path / "tuned") == ("test", 0.4, len(test))
+    answer = hstrain("eval", tmp_path / "run", "--store", little.path)
+    assert answer.out.startswith(f"{len(test)} test samples, ")
+    assert "chose its checkpoint" not in answer.out
+    answer = hstrain("eval", tmp_path / "run", "--store", little.path, "--part", "validation")
+    assert answer.out.startswith(f"{len(validation)} validation samples, ")
+    assert f"validation on {len(validation)} of these samples chose its checkpoint" in answer.out
+
+
 def test_eval_predicts_speeds_from_costs(hstrain: Any, row: dict[str, Any], run: Path, little: Little) -> None:
     words = (
         "eval",
@@ -410,7 +453,8 @@ def test_eval_predicts_speeds_from_costs(hstrain: Any, row: dict[str, Any], run:
 
 def test_drafters_of_other_block_sizes_share_the_tables(capsys: pytest.CaptureFixture[str], row: Any) -> None:
     longer = {**row, "checkpoint": "longer", "acc": [*row["acc"], 0.123, None]}
-    print_evaluation({"held_out": 0.3, "precision": "fp32", "rows": [row, longer], "baselines": [], "cost": None})
+    found = {"held_out": 0.3, "part": "held-out", "precision": "fp32", "baselines": [], "cost": None}
+    print_evaluation({**found, "rows": [row, longer]})
     out = capsys.readouterr().out
     heads = [line.split()[1:] for line in out.splitlines() if line.split()[:3] == ["drafter", "1", "2"]]
     assert heads == 2 * [[str(k) for k in range(1, len(row["acc"]) + 3)]]  # plain, and where all before are right

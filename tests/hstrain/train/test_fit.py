@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from hstrain import cli
-from hstrain.data.packs import PackBuilder
+from hstrain.data.packs import PackBuilder, split
 from hstrain.manifest import load_train_manifest
 from hstrain.plot import read_metrics
 from hstrain.run import checkpoint as ckpt
@@ -120,6 +120,25 @@ def test_a_kill_between_the_best_checkpoint_and_its_entry_loses_nothing(
     assert json.loads(RunPaths(tmp_path / "cut").best.read_bytes())["step"] == 2
     run(little, tmp_path / "cut", one)
     assert RunPaths(tmp_path / "cut").best.read_bytes() == RunPaths(tmp_path / "whole").best.read_bytes()
+
+
+def test_the_parts_of_the_split_are_counted_first(
+    little: Little, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = manifest(optim={"max_steps": 1}, data={"test": 0.2}, run={"validation_samples": 1})
+    run(little, tmp_path / "run", one)
+    train, held, test = map(len, split(hscache.open(little.path), one.data.validation, 0.2))
+    assert held > 1
+    wanted = f"{train} samples to train on, {held} to validate on, of which 1 are read, {test} to test on"
+    assert capsys.readouterr().err.splitlines()[0] == wanted
+
+
+def test_a_run_without_a_test_share_records_none(little: Little, tmp_path: Path) -> None:
+    """So a run from before that field existed has the same record, and goes on."""
+    run(little, tmp_path / "run", manifest(optim={"max_steps": 1}))
+    assert "test" not in json.loads((tmp_path / "run/manifest.json").read_bytes())["manifest"]["data"]
+    run(little, tmp_path / "other", manifest(optim={"max_steps": 1}, data={"test": 0.1}))
+    assert json.loads((tmp_path / "other/manifest.json").read_bytes())["manifest"]["data"]["test"] == 0.1
 
 
 def test_a_finished_run_is_left_as_it_is(little: Little, tmp_path: Path) -> None:

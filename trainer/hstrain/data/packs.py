@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ from hstrain.drafter.attention import Backend, Blocks
 from hstrain.drafter.losses import SlotTargets
 from hstrain.manifest import DataSpec
 
+_ANSWER = re.compile(r"#\d+$")
 _READ_THREADS = 2
 _QUEUED_PACKS = 2
 
@@ -99,25 +101,36 @@ class PackShape:
     final: bool = False
 
 
-def split(store: Store, fraction: float) -> tuple[list[int], list[int]]:
-    """Return the numbers of the training and of the validation samples.
+def split(store: Store, validation: float, test: float = 0.0) -> tuple[list[int], list[int], list[int]]:
+    """Return the numbers of the training, the validation and the test samples.
 
     The hash of a sample's id alone decides where it belongs: two stores of one corpus have the same split, and no
-    sample changes sides when a corpus grows. There are two exceptions for a corpus that is too small for the fraction,
-    which may end as it grows: with a fraction above zero and two or more samples, at least one sample is held out (the
-    one with the lowest hash), and at least one is left to train on.
+    sample changes sides when a corpus grows. The lowest hashes are tested on, the next are validated on. There are two
+    exceptions for a corpus that is too small for the shares, which may end as it grows: with a share above zero and
+    enough samples, at least one sample has that part (the one with the next lowest hash), and at least one is left to
+    train on.
+
+    With a test share, the answers of one conversation stay together: ``hscache tokenize`` names them ``id#0``,
+    ``id#1``, ..., and each has the others before it as its prompt. Without one they do not, as before it existed.
 
     Args:
         store: An opened store.
-        fraction: Share of the samples for validation.
+        validation: Share of the samples for validation.
+        test: Share of the samples for the test.
     """
-    draws = np.array([random_of("split", sample_id).random() for sample_id in store.sample_ids])
-    held = draws < fraction
-    if fraction > 0 and len(draws) > 1:
-        held[int(draws.argmin())] = True
-    if held.all() and len(draws):
-        held[int(draws.argmax())] = False
-    return np.flatnonzero(~held).tolist(), np.flatnonzero(held).tolist()
+    ids = (_ANSWER.sub("", sample_id) for sample_id in store.sample_ids) if test else store.sample_ids
+    draws = np.array([random_of("split", sample_id).random() for sample_id in ids])
+    order = np.argsort(draws, kind="stable")
+    ascending = draws[order]
+    last = int(np.searchsorted(ascending, ascending[-1])) if len(draws) else 0  # its conversation is trained on
+
+    def end(share: float, least: int) -> int:
+        n = min(max(int(np.searchsorted(ascending, share)), least), last)
+        return int(np.searchsorted(ascending, ascending[n - 1], side="right")) if n else 0
+
+    tested = end(test, int(test > 0))
+    held = end(validation + test, tested + (validation > 0))
+    return sorted(order[held:].tolist()), sorted(order[tested:held].tolist()), sorted(order[:tested].tolist())
 
 
 class Schedule:

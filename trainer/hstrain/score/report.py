@@ -2,7 +2,8 @@
 
 A checkpoint records which share of the samples its training held out, and the trainings of the drafters that it started
 from recorded theirs. Since a hash of its id decides whether a sample is held out, all of these trainings held out the
-samples of the smallest share.
+samples of the smallest share. The test samples are those with the lowest hashes: if every training kept some, those of
+the smallest test share were not even validated on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ from hstrain.score.walk import (
     summarise,
 )
 
+Part = Literal["test", "validation", "held-out"]
+"""Samples that are scored: those that no validation reads, those that it may read, or both."""
 POSITIONS = (0, 16, 64, 256, 1024)
 """Lower bounds of the bins by the place of an anchor in its sample, counted in anchors."""
 
@@ -50,6 +53,7 @@ def evaluate(
     stores: Sequence[Path],
     *,
     held_out: float | None = None,
+    part: Part | None = None,
     samples: int | None = None,
     precision: str = "fp32",
     device: str | None = None,
@@ -62,13 +66,15 @@ def evaluate(
         stores: Complete stores with the drafters' taps.
         held_out: Share of the samples to hold out; None for the smallest share that a checkpoint, or a drafter that it
             started from, was trained with; 1 for every sample.
+        part: Which of the samples held out are scored; None for ``test`` if ``held_out`` is None and all trainings kept
+            such samples, else ``held-out``.
         samples: Score only the first of these samples, this many; None for all.
         precision: ``fp32`` or ``bf16``.
         device: Such as ``cuda:0``; None for CUDA if there is one.
         cost: Cost of a step, from which speeds are predicted; None for no predictions.
 
     Returns:
-        JSON-plain: ``held_out``, ``precision``, and ``rows``, one for each checkpoint and store, as
+        JSON-plain: ``held_out``, ``part``, ``precision``, and ``rows``, one for each checkpoint and store, as
         :func:`hstrain.score.walk.summarise`, with ``by_tag``; ``by_position``; ``trained_on``, the number of samples
         that it, or a drafter that it started from, is known to have been trained on, None if that is unknown;
         ``test``, the figures over the samples that did not choose its checkpoint, None if no such choice is known;
@@ -83,7 +89,8 @@ def evaluate(
     where = pick_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     pasts = [_pasts(path) for path in checkpoints]
-    share = _smallest(checkpoints, pasts) if held_out is None else held_out
+    shares = _shares(checkpoints, pasts, held_out)
+    part = part or ("test" if shares.test and held_out is None else "held-out")
     rows: list[dict[str, Any]] = []
     baselines: list[dict[str, Any]] = []
     corpora: list[dict[str, Any]] = []
@@ -96,7 +103,7 @@ def evaluate(
             drafter, facts = open_drafter(path, target)
             check_store(path, drafter.config, store)
             warn_of_other_target(path, facts, store)
-            numbers = _numbers(store, share, samples)
+            numbers = shares.numbers(store, part)[:samples]
             say(f"{path} on {store_path}: {len(numbers)} samples")
             scores = _score(drafter, head, store, numbers)
             found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
@@ -113,14 +120,15 @@ def evaluate(
         if store.manifest["corpus"] in corpora:  # the same text once more
             continue
         corpora.append(store.manifest["corpus"])
-        training = split(store, share)[0] if share < 1 else []
-        drafted = baseline_scores(store, training, _numbers(store, share, samples), block_size)
+        training = split(store, shares.held_out - shares.test, shares.test)[0] if shares.held_out < 1 else []
+        drafted = baseline_scores(store, training, shares.numbers(store, part)[:samples], block_size)
         for name, scores in drafted.items():
             found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
             found["less_first"] = difference(scores, first or [])
             baselines.append({"baseline": name, "store": str(store_path), **found})
     costs = None if cost is None else asdict(cost)
-    return {"held_out": share, "precision": precision, "rows": rows, "baselines": baselines, "cost": costs}
+    found = {"held_out": shares.held_out, "part": part, "precision": precision}
+    return {**found, "rows": rows, "baselines": baselines, "cost": costs}
 
 
 def _speeds(scores: Sequence[SampleScore], cost: Cost) -> dict[str, list[float]]:
@@ -151,7 +159,7 @@ def print_evaluation(found: dict[str, Any]) -> None:
     names = [row.get("checkpoint") or row["baseline"] for row in rows]
     names = [f"{name} on {row['store']}" if several else name for name, row in zip(names, rows, strict=True)]
     known = found["held_out"] < 1 and not any(row["trained_on"] for row in drafters)
-    what = "held-out samples" if known else "samples"
+    what = f"{found['part']} samples" if known else "samples"
     forms = {"tau": ".3f", "95 %": ">", "per response": ".3f", "tau_all": ".3f", "streak": ".3f", "full block": ".1%"}
     cells = [
         [
@@ -223,14 +231,63 @@ class _Past:
     """A training that led to a drafter.
 
     Attributes:
-        share: Share of the samples that it held out.
+        validation: Share of the samples that it held out to validate on.
+        test: Share of the samples that it held out and did not read.
         corpus: The store's record of its corpus.
-        validated: Most held-out samples that it validated on, which chose the checkpoint.
+        validated: Most samples that it validated on, which chose the checkpoint.
     """
 
-    share: float
+    validation: float
+    test: float
     corpus: object
     validated: int
+
+    @property
+    def held_out(self) -> float:
+        """Share of the samples that it was not trained on."""
+        return self.validation + self.test
+
+    def split(self, store: Store) -> tuple[list[int], list[int], list[int]]:
+        """Return which samples of a store it trained on, held out to validate on, and did not read."""
+        return split(store, self.validation, self.test)
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Which samples several trainings held out.
+
+    Attributes:
+        held_out: Share of the samples that all of them held out, or the share that is asked for.
+        test: Share of the samples that none of them read.
+        tests: Share of the samples among which all that some of them did not read are.
+    """
+
+    held_out: float
+    test: float
+    tests: float
+
+    def numbers(self, store: Store, part: Part) -> list[int]:
+        """Return the samples of a part.
+
+        Raises:
+            InputError: ``sample-unknown`` if there are none.
+        """
+        if part == "validation":
+            found = split(store, max(self.held_out - self.tests, 0.0), self.tests)[1]
+        elif self.held_out >= 1 and part == "held-out":
+            found = list(range(len(store)))
+        else:
+            _, validation, test = split(store, self.held_out - self.test, self.test)
+            found = test if part == "test" else sorted(validation + test)
+        if found:
+            return found
+        raise InputError(
+            "sample-unknown",
+            f"{store.path}: no sample is held out (share {self.held_out:g}, {self.test:g} of it for the test), "
+            f"expected {part} samples",
+            hint="give another --part, or --held-out; the drafter may have been trained on the samples that are then "
+            "scored",
+        )
 
 
 def smallest_share(checkpoints: Sequence[Path]) -> float:
@@ -243,18 +300,20 @@ def smallest_share(checkpoints: Sequence[Path]) -> float:
         InputError: ``not-a-checkpoint`` if none of them records a training.
         IntegrityError: ``checkpoint-damaged``.
     """
-    return _smallest(checkpoints, [_pasts(path) for path in checkpoints])
+    return _shares(checkpoints, [_pasts(path) for path in checkpoints], None).held_out
 
 
-def _smallest(checkpoints: Sequence[Path], pasts: Sequence[Sequence[_Past | None]]) -> float:
-    shares = [one.share for past in pasts for one in past if one is not None]
-    if not shares:
+def _shares(checkpoints: Sequence[Path], pasts: Sequence[Sequence[_Past | None]], held_out: float | None) -> _Shares:
+    known = [one for past in pasts for one in past if one is not None]
+    if not known and held_out is None:
         raise InputError(
             "not-a-checkpoint",
             f"{', '.join(map(str, checkpoints))}: there is no record of which samples it was trained on",
             hint="give --held-out: the share to hold out, or 1 to score every sample",
         )
-    return min(shares)
+    share = min(one.held_out for one in known) if held_out is None else held_out
+    tests = [one.test for one in known] or [0.0]
+    return _Shares(share, min(*tests, share), max(tests))
 
 
 def _pasts(path: Path) -> list[_Past | None]:
@@ -278,8 +337,9 @@ def _pasts(path: Path) -> list[_Past | None]:
 def _past(facts: dict[str, Any]) -> _Past:
     provenance = facts["provenance"]
     manifest = provenance["manifest"]
-    validated = int(manifest["run"]["validation_samples"])
-    return _Past(float(manifest["data"]["validation"]), provenance["store"]["corpus"], validated)
+    data, validated = manifest["data"], int(manifest["run"]["validation_samples"])
+    test = float(data.get("test", 0.0))  # runs from before it existed lack it
+    return _Past(float(data["validation"]), test, provenance["store"]["corpus"], validated)
 
 
 def _trained_on(store: Store, numbers: Sequence[int], pasts: Sequence[_Past | None]) -> int | None:
@@ -287,7 +347,7 @@ def _trained_on(store: Store, numbers: Sequence[int], pasts: Sequence[_Past | No
     trained: set[int] = set()
     known = True
     for past in pasts:
-        theirs = set(numbers) if past is None else set(numbers) & set(split(store, past.share)[0])
+        theirs = set(numbers) if past is None else set(numbers) & set(past.split(store)[0])
         if past is not None and past.corpus == store.manifest["corpus"]:
             trained |= theirs
         elif theirs:
@@ -298,18 +358,7 @@ def _trained_on(store: Store, numbers: Sequence[int], pasts: Sequence[_Past | No
 def _chosen_on(store: Store, pasts: Sequence[_Past | None]) -> set[int]:
     """Return the samples on which a known training of a drafter chose its checkpoint."""
     known = [past for past in pasts if past is not None and past.corpus == store.manifest["corpus"]]
-    return {number for past in known for number in split(store, past.share)[1][: past.validated]}
-
-
-def _numbers(store: Store, held_out: float, samples: int | None) -> list[int]:
-    held = list(range(len(store))) if held_out >= 1 else split(store, held_out)[1]
-    if not held:
-        raise InputError(
-            "sample-unknown",
-            f"{store.path}: no sample is held out (share {held_out:g})",
-            hint="give --held-out; the drafter may have been trained on the samples that are then scored",
-        )
-    return held[:samples]
+    return {number for past in known for number in past.split(store)[1][: past.validated]}
 
 
 def _by_position(scores: Sequence[SampleScore]) -> dict[str, float]:

@@ -182,6 +182,7 @@ def _probe(trainer: Trainer) -> dict[str, Any]:
         "tensors": tensors,
         "train_samples": len(trainer.train),
         "validation_samples": len(trainer.held),
+        "test_samples": len(trainer.test),
         "steps": trainer.total_steps,
         "epochs": manifest.optim.epochs,
         "tokens_an_epoch": int(trainer.store.n_tokens[trainer.train].clip(max=manifest.data.max_tokens).sum()),

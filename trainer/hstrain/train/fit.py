@@ -188,7 +188,7 @@ class _Run:
     def _document(self) -> dict[str, Any]:
         return {
             "hscache": __version__,
-            "manifest": self.t.manifest.model_dump(mode="json"),
+            "manifest": self.t.manifest.record(),
             "overfit": self.t.overfit,
             "store": self.store_facts,
         }
@@ -207,6 +207,8 @@ class _Run:
             if self.main and (where := sample_with(t.store, mask)):
                 say(f"warning: the mask token {mask} is {where}: there, drafted slots look like text; set "
                     "drafter.mask_token_id to a token that no text has")  # fmt: skip
+            if self.main:
+                say(_samples(t))
             if self.main and self.start is not None:
                 say(f"starting from the weights of {self.start['path']}")
             world.on_main(lambda: self._forget_after(-1))
@@ -377,10 +379,18 @@ class _Run:
             "taus": [self.report.first_tau, self.report.tau, self.report.best_tau],
             "overfit_at": self.report.overfit_at,
         }
-        provenance = {"store": self.store_facts, "manifest": self.t.manifest.model_dump(mode="json")}
+        provenance = {"store": self.store_facts, "manifest": self.t.manifest.record()}
         provenance |= {"start": self.start} if self.start is not None else {}
         ckpt.save_checkpoint(self.paths, step, weights, self.t.config, provenance, moments, state)
         if best:
             assert self.report.best_tau is not None
             run_folder.keep_best(self.paths, step, self.report.best_tau)
         run_folder.drop_old(self.paths, self.t.manifest.run.keep)  # last, since the previous best one may be dropped
+
+
+def _samples(t: Trainer) -> str:
+    """Return in words how many samples each part of the split has."""
+    if t.overfit:
+        return f"{len(t.train):,} samples to train and to validate on"
+    some = f", of which {len(t.held):,} are read" if len(t.held) < t.held_out else ""
+    return f"{len(t.train):,} samples to train on, {t.held_out:,} to validate on{some}, {len(t.test):,} to test on"

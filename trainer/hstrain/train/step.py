@@ -57,16 +57,18 @@ class Trainer:
         head = load_head(StorePaths(store_path).target)
         self.config = drafter_in(manifest.drafter, self.store, head)
         self.pack_shape = _pack_shape(manifest, self.store, self.config.taps)
-        self.train, self.held = split(self.store, manifest.data.validation)
+        self.train, self.held, self.test = split(self.store, manifest.data.validation, manifest.data.test)
         if overfit:
             learnable = (i for i in self.train if len(anchor_candidates(self.store.loss_mask(i))))
             self.train = self.held = list(islice(learnable, overfit))
+            self.test = []
         if not self.train:
             raise InputError(
                 "no-anchors",
                 f"{store_path}: in none of the samples to train on can a block begin",
                 hint="hscache info shows how many tokens are supervised",
             )
+        self.held_out = len(self.held)
         self.held = self.held[: manifest.run.validation_samples]
         self.schedule = Schedule(self.train, self.store.n_tokens, manifest.data, manifest.run.seed)
         self.total_steps = self._total_steps()
