@@ -298,6 +298,14 @@ def export(
         typer.Option("--format", help="Layout; speculators: only if all layers are full or all are sliding."),
     ] = "zlab",
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Type of the weights.")] = "bfloat16",
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(
+            "--eval",
+            help="JSON of hstrain eval --out, whose tau of this drafter the card shows; default: the validation of the "
+            "checkpoint's step, if its run is at hand.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a drafter for serving engines, read it back and compare the two.
@@ -308,7 +316,7 @@ def export(
 
     from hscache.errors import ConflictError
     from hscache.store.index import read_manifest
-    from hstrain.exchange.export import export_drafter
+    from hstrain.exchange.export import evaluation_of, export_drafter
     from hstrain.exchange.importer import open_drafter, target_differences
 
     head, manifest = _head(store), read_manifest(store)
@@ -322,6 +330,8 @@ def export(
     named = provenance["store"]["target"] if provenance else facts["imported"].verifier
     target = named or manifest["manifest"]["target"]["path"]
     card = {"target": target, "checkpoint": facts["path"], **provenance}
+    if (measured := evaluation_of(drafter, facts, evaluation)) is not None:
+        card["evaluation"] = measured
     done = export_drafter(format_, drafter, head, out, provenance=card, dtype=dtype)
     if json:
         emit_json({**asdict(done), "path": str(done.path)})

@@ -384,6 +384,45 @@ def test_samples_that_chose_the_checkpoint_are_told_from_the_others(
     assert "chose its checkpoint; no other was scored" in hstrain("eval", run, "--store", little.path).out
 
 
+def test_an_export_shows_what_eval_or_validation_found(
+    hstrain: Any, row: dict[str, Any], run: Path, little: Little, tmp_path: Path
+) -> None:
+    def card(name: str, source: Path, *words: object) -> str:
+        assert hstrain("export", source, "--store", little.path, "--out", tmp_path / name, *words).status == 0
+        return (tmp_path / name / "README.md").read_text()
+
+    said = tmp_path / "eval.json"
+    assert hstrain("eval", run, "--store", little.path, "--device", "cpu", "--out", said).status == 0
+    by_eval = card("one", run, "--eval", said)
+    low, high = row["tau_interval"]
+    wanted = f"tau **{row['tau']:.3f}** (95 % interval {low:.2f} .. {high:.2f}) over {row['samples']} held-out samples"
+    assert f"{wanted}, by hstrain eval in fp32." in by_eval
+    assert "The same samples chose this checkpoint" in by_eval
+    provenance = json.loads((tmp_path / "one/provenance.json").read_text())
+    assert provenance["evaluation"]["tau"] == row["tau"]
+    for digest in (provenance["store"]["digest"], *provenance["store"]["weights"].values()):
+        assert digest in by_eval
+    # without a file, the validation of this step
+    best = json.loads((run / "best.json").read_bytes())
+    by_validation = card("two", run)
+    assert f"tau **{best['tau']:.3f}**" in by_validation
+    assert "validation samples, by the validation of this step in training in fp32." in by_validation
+    # a copy without its run, and a released drafter, know nothing
+    shutil.copytree(Path(row["resolved"]), tmp_path / "copy")
+    for name, source in (("three", tmp_path / "copy"), ("four", tmp_path / "two")):
+        assert "No evaluation of these weights" in card(name, source)
+    assert f"**{row['tau']:.3f}**" in card("five", tmp_path / "copy", "--eval", said)  # the same weights
+    # other weights, and no evaluation at all
+    found = json.loads(said.read_text())
+    found["rows"][0] |= {"weights": "0" * 32}
+    (tmp_path / "other.json").write_text(json.dumps(found))
+    (tmp_path / "none.json").write_text("{}")
+    for wrong in ("other.json", "none.json", "gone.json"):
+        answer = hstrain("export", run, "--store", little.path, "--out", tmp_path / "six", "--eval", tmp_path / wrong)
+        assert (answer.status, answer.code) == (2, "usage")
+        assert not (tmp_path / "six").exists()
+
+
 def test_a_run_with_a_test_split_is_scored_on_it(
     little: Little, hstrain: Any, run: Path, zlab: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,8 @@
 """Write a drafter for serving engines: ``config.json``, ``model.safetensors``, a model card and its provenance.
 
+The card says what the drafter is, its tau if an evaluation of these weights is at hand, how engines serve it, and what
+it was trained on.
+
 An engine that misreads a checkpoint reports nothing and accepts fewer tokens. So our importer reads the folder back
 before it gets its final name, and compares every weight and the logits of a seeded input bit by bit. ``tests/oracle``
 compares such folders with the dflash and speculators packages.
@@ -8,7 +11,7 @@ compares such folders with the dflash and speculators packages.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +24,19 @@ from torch.func import functional_call
 from hscache.errors import ConfigError, ConflictError, IntegrityError
 from hscache.store.durable import Staging, disk_errors, publish_directory, write_file
 from hscache.store.head import TargetHead
+from hscache.store.layout import json_digest
 from hstrain.drafter.attention import Blocks
 from hstrain.drafter.model import Drafter, DrafterConfig, block_inputs
 from hstrain.exchange.importer import CONFIG_FILE, WEIGHTS_FILE, read_checkpoint
 from hstrain.exchange.layouts import Layout, speculators_config, zlab_config
+from hstrain.run.checkpoint import weights_digest
+from hstrain.run.folder import RunPaths, read_lines
 
 Dtype = Literal["bfloat16", "float32"]
 PROVENANCE_FILE, CARD_FILE = "provenance.json", "README.md"
 _CHECK_TOKENS, _CHECK_VOCAB = 24, 8192
+_LISTED = 4
+"""Most files whose digests the card lists one by one."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,8 @@ def export_drafter(
         drafter: The drafter, of any float type, on any device.
         head: Head of its target.
         out: Folder to write; must not exist.
-        provenance: JSON-plain facts for the card: at least ``target``, its path or hub name.
+        provenance: JSON-plain facts for the card: at least ``target``, its path or hub name; ``store`` and
+            ``manifest`` as a checkpoint has them; ``evaluation``, from :func:`evaluation_of`.
         dtype: Type of the weights in the file.
 
     Raises:
@@ -109,6 +118,49 @@ def export_drafter(
             with suppress(OSError):  # not empty: another process exports to the same path
                 staging.rmdir()
     return Exported(out, layout, dtype, sum(tensor.numel() for tensor in weights.values()), size_bytes)
+
+
+def evaluation_of(drafter: Drafter, facts: Mapping[str, Any], file: Path | None = None) -> dict[str, Any] | None:
+    """Return what is known of a drafter's tau.
+
+    Args:
+        drafter: The drafter, on the CPU.
+        facts: As :func:`hstrain.exchange.importer.open_drafter` returns them.
+        file: What ``hstrain eval --out`` wrote; None to take the validation of the checkpoint's step from its run.
+
+    Returns:
+        JSON-plain: ``by`` (``eval`` or ``validation``), ``part`` of the samples, ``tau``, ``tau_interval``,
+        ``samples``, of which ``chose`` so many the checkpoint, ``trained_on`` (None if that is unknown) and
+        ``precision``. None if nothing is known.
+
+    Raises:
+        ConfigError: ``usage`` if the file has no evaluation of these weights.
+        IntegrityError: ``checkpoint-damaged``.
+    """
+    names = ("tau", "tau_interval", "samples")
+    if file is None:
+        metrics = RunPaths(Path(facts["path"]).parent.parent).metrics
+        records = [record for _, record in read_lines(metrics)] if "step" in facts and metrics.exists() else []
+        for record in records:
+            if (record["kind"], record["step"]) == ("validation", facts["step"]):
+                precision = facts["provenance"]["manifest"]["run"]["precision"]
+                known = {"by": "validation", "part": "validation", "precision": precision, "trained_on": 0}
+                return {**known, "chose": record["samples"], **{name: record[name] for name in names}}
+        return None
+    weights = weights_digest(drafter.state_dict())
+    try:
+        found = json.loads(file.read_bytes())
+        row = next(row for row in found["rows"] if row["weights"] == weights)
+        chose = 0 if row["test"] is None else row["samples"] - row["test"]["samples"]
+        part = found["part"] if found["held_out"] < 1 else "all"
+        known = {"by": "eval", "part": part, "precision": found["precision"], "trained_on": row["trained_on"]}
+        return {**known, "chose": chose, **{name: row[name] for name in names}}
+    except StopIteration:
+        what = f"--eval {file}: it has no evaluation of the weights of {facts['path']}"
+        raise ConfigError("usage", what, hint=f"hstrain eval {facts['path']} --store STORE --out {file}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"--eval {file}: expected what hstrain eval --out writes: {error!r}"
+        raise ConfigError("usage", what, hint=f"hstrain eval {facts['path']} --store STORE --out {file}") from error
 
 
 def _config(
@@ -170,7 +222,7 @@ def _card(layout: Layout, config: DrafterConfig, out: Path, provenance: Mapping[
     target, slots = str(provenance["target"]), config.block_size - 1
     sliding = config.layer_types.count("sliding_attention")
     window = f", window {config.sliding_window:,} tokens" if sliding else ""
-    rows = "\n".join(f"| {name} | `{_inline(value)}` |" for name, value in provenance.items())
+    rows = "\n".join(f"| {name} | `{_inline(value)}` |" for name, value in _facts(provenance))
     return f"""---
 base_model: {json.dumps(target)}
 tags: [dflash, speculative-decoding]
@@ -188,6 +240,10 @@ the target then verifies. It makes the target's answers faster and leaves their 
 | layers | {config.num_layers}, {sliding} of them with sliding attention{window} |
 | weights | {dtype}; embedding and head are the target's |{_scaled(config)}
 
+## How good it is
+
+{_quality(provenance.get("evaluation"))}
+
 ## Serving
 
 {_serving(layout, config, target, out.name)}
@@ -198,7 +254,48 @@ the target then verifies. It makes the target's answers faster and leaves their 
 | | |
 |---|---|
 {rows}
+
+`{PROVENANCE_FILE}` has all of it{", with every setting of the training" if "manifest" in provenance else ""}.
 """
+
+
+def _quality(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "No evaluation of these weights was at hand when they were exported."
+    low, high = found["tau_interval"]
+    kind = "" if found["part"] == "all" else f"{found['part']} "
+    what = f"tau **{found['tau']:.3f}** (95 % interval {low:.2f} .. {high:.2f}) over {found['samples']} {kind}samples"
+    doubts = []
+    if found["trained_on"] is None:
+        doubts.append("It is unknown whether it was trained on these samples.")
+    elif found["trained_on"]:
+        doubts.append(f"It was trained on {found['trained_on']} of these samples, so this is too high.")
+    if found["chose"]:
+        some = "The same" if found["chose"] == found["samples"] else f"{found['chose']} of these"
+        doubts.append(f"{some} samples chose this checkpoint, so this may be too high.")
+    source = "hstrain eval" if found["by"] == "eval" else "the validation of this step in training"
+    meaning = "tau is the number of tokens that one pass of the target yields when it decodes greedily"
+    return "\n".join([f"{what}, by {source} in {found['precision']}.", *doubts, f"Here {meaning}."])
+
+
+def _facts(provenance: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield the rows of the card's last table."""
+    for name, value in provenance.items():
+        if name == "store" and isinstance(value, Mapping):
+            yield "target's weights", _digests(value["weights"])
+            yield "target's tokenizer", _digests(value["tokenizer"])
+            yield "store", f"{value['digest']}, codec {value['codec']}, taps {value['taps']}"
+            yield "corpus", f"{value['corpus']['digest']}, {value['corpus']['rows']:,} samples"
+            yield "states", f"computed in {value['target_dtype']}; kernels: {value['kernel_path']}"
+        elif name not in ("manifest", "evaluation"):
+            yield name, value
+
+
+def _digests(files: Mapping[str, str]) -> str:
+    """Return digests of files by name, or of the whole list if it is long."""
+    if len(files) > _LISTED:
+        return f"{len(files)} files, digest of their digests {json_digest(dict(files))}"
+    return ", ".join(f"{name} {digest}" for name, digest in files.items())
 
 
 def _origin(provenance: Mapping[str, Any]) -> str:

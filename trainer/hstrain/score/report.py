@@ -75,13 +75,13 @@ def evaluate(
 
     Returns:
         JSON-plain: ``held_out``, ``part``, ``precision``, and ``rows``, one for each checkpoint and store, as
-        :func:`hstrain.score.walk.summarise`, with ``by_tag``; ``by_position``; ``trained_on``, the number of samples
-        that it, or a drafter that it started from, is known to have been trained on, None if that is unknown;
-        ``test``, the figures over the samples that did not choose its checkpoint, None if no such choice is known;
-        and ``less_first``, the :func:`hstrain.score.walk.difference` from the first row, None in the first row. And
-        ``baselines``: the same figures, without trees, of drafting without a model (:mod:`hstrain.score.baselines`) on
-        the samples of each corpus; ``cost`` as given, and with it in each row ``speed``: for ``all`` samples and for
-        each tag the predictions of :func:`hstrain.score.walk.speed_by_length`.
+        :func:`hstrain.score.walk.summarise`, with ``weights``, the digest of the drafter's; ``by_tag``;
+        ``by_position``; ``trained_on``, the number of samples that it, or a drafter that it started from, is known to
+        have been trained on, None if that is unknown; ``test``, the figures over the samples that did not choose its
+        checkpoint, None if no such choice is known; and ``less_first``, the :func:`hstrain.score.walk.difference` from
+        the first row, None in the first row. And ``baselines``: the same figures, without trees, of drafting without a
+        model (:mod:`hstrain.score.baselines`) on the samples of each corpus; ``cost`` as given, and with it in each row
+        ``speed``: for ``all`` samples and for each tag the predictions of :func:`hstrain.score.walk.speed_by_length`.
 
     Raises:
         HscacheError: For errors that a user can fix.
@@ -105,6 +105,7 @@ def evaluate(
             warn_of_other_target(path, facts, store)
             numbers = shares.numbers(store, part)[:samples]
             say(f"{path} on {store_path}: {len(numbers)} samples")
+            weights = weights_digest(drafter.state_dict())
             scores = _score(drafter, head, store, numbers)
             found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
             if cost is not None:
@@ -115,7 +116,15 @@ def evaluate(
             found["test"] = summarise(rest) if chosen else None
             found["less_first"] = None if first is None else difference(scores, first)
             first = first or scores
-            rows.append({"checkpoint": str(path), "resolved": facts["path"], "store": str(store_path), **found})
+            rows.append(
+                {
+                    "checkpoint": str(path),
+                    "resolved": facts["path"],
+                    "store": str(store_path),
+                    "weights": weights,
+                    **found,
+                }
+            )
             block_size = max(block_size, drafter.config.block_size)
         if store.manifest["corpus"] in corpora:  # the same text once more
             continue
