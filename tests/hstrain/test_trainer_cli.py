@@ -393,6 +393,25 @@ def test_export_writes_what_was_trained(
     assert str(hybrid.target) in (out / "README.md").read_text()
 
 
+def test_an_export_with_yarn_decodes_as_the_target_does(
+    hstrain: Any, hybrid: Hybrid, at: list[object], tmp_path: Path
+) -> None:
+    out, words = tmp_path / "long", ("--store", hybrid.store, "--rope-scaling")
+    for wrong in ("yarn", "yarn:factor=1", "yarn:original=9", "linear:factor=2", "yarn:factor=4,original=0"):
+        answer = hstrain("export", hybrid.run, *words, wrong, "--out", out)
+        assert (answer.status, answer.code) == (2, "usage")
+    assert hstrain("export", hybrid.run, *words, "yarn:factor=1.5,original=64", "--out", out).status == 0
+    rope = json.loads((out / "config.json").read_text())["rope_parameters"]
+    assert (rope["factor"], rope["original_max_position_embeddings"]) == (1.5, 64)
+    report = hstrain("speculate", out, *at[1:], "--limit", 1, "--max-new-tokens", 8, "--json").json
+    assert report["lossless"]["equal"] == 1
+    assert "YaRN by 1.5" in hstrain("doctor", out, "--store", hybrid.store).out
+    # a manifest cannot say so, and training would not be the same
+    answer = hstrain("import", out, "--store", hybrid.store)
+    assert (answer.status, answer.code) == (2, "start-other-shape")
+    assert "yarn_factor is 1.5, expected 1.0" in answer.err
+
+
 def test_zlab_in_float32_is_what_a_later_export_reads(hstrain: Any, hybrid: Hybrid, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     at = ("--store", hybrid.store, "--dtype", "float32")

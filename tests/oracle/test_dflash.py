@@ -49,11 +49,14 @@ def ours(
     return hidden.unflatten(0, (len(anchors), -1))
 
 
-@pytest.mark.parametrize("rope_theta", [10000.0, 1e7])
+@pytest.mark.parametrize(("rope_theta", "yarn"), [(10000.0, None), (1e7, None), (10000.0, (4.0, 32))])
 @pytest.mark.parametrize("kind", drafters.KINDS)
-def test_dflash_computes_the_same_blocks(dflash: Any, tmp_path: Path, kind: str, rope_theta: float) -> None:
+def test_dflash_computes_the_same_blocks(
+    dflash: Any, tmp_path: Path, kind: str, rope_theta: float, yarn: tuple[float, int] | None
+) -> None:
     drafter, head = drafters.drafter(kind, rope_theta=rope_theta), drafters.head()
-    export_drafter("zlab", drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32")
+    export_drafter("zlab", drafter, head, tmp_path / "out", provenance=FACTS, dtype="float32", yarn=yarn)
+    drafter, _ = read_checkpoint(tmp_path / "out", head)
     theirs = dflash.DFlashDraftModel.from_pretrained(tmp_path / "out").eval()
     assert theirs.dtype == torch.float32
     assert (theirs.target_layer_ids, theirs.block_size, theirs.mask_token_id) == ([0, 1, 2], 8, 7)

@@ -298,6 +298,14 @@ def export(
         typer.Option("--format", help="Layout; speculators: only if all layers are full or all are sliding."),
     ] = "zlab",
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Type of the weights.")] = "bfloat16",
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="yarn:factor=F[,original=N]",
+            help="Let engines stretch the drafter's N positions (default: its own max_position_embeddings) to F times "
+            "as many with YaRN; it was trained without.",
+        ),
+    ] = None,
     evaluation: Annotated[
         Path | None,
         typer.Option(
@@ -319,6 +327,7 @@ def export(
     from hstrain.exchange.export import evaluation_of, export_drafter
     from hstrain.exchange.importer import open_drafter, target_differences
 
+    yarn = _yarn(rope_scaling)
     head, manifest = _head(store), read_manifest(store)
     drafter, facts = open_drafter(checkpoint, head)
     provenance = facts.get("provenance", {})
@@ -332,10 +341,19 @@ def export(
     card = {"target": target, "checkpoint": facts["path"], **provenance}
     if (measured := evaluation_of(drafter, facts, evaluation)) is not None:
         card["evaluation"] = measured
-    done = export_drafter(format_, drafter, head, out, provenance=card, dtype=dtype)
+    done = export_drafter(format_, drafter, head, out, provenance=card, dtype=dtype, yarn=yarn)
     if json:
         emit_json({**asdict(done), "path": str(done.path)})
     say(f"{out}: {done.layout} layout, {done.parameters:,} parameters, {size(done.size_bytes)}; read back and compared")
+
+
+def _yarn(text: str | None) -> tuple[float, int | None] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"yarn:factor=(\d+(?:\.\d+)?)(?:,original=([1-9]\d{0,7}))?", text.replace(" ", ""))
+    if match is None or not 1 < float(match[1]) < math.inf:
+        raise typer.BadParameter(f"--rope-scaling {text}: expected yarn:factor=F[,original=N], F above 1, N positions")
+    return float(match[1]), None if match[2] is None else int(match[2])
 
 
 @app.command()
@@ -411,6 +429,7 @@ def _print_import(found: dict[str, Any]) -> None:
     verifier = "" if found["verifier"] is None else f", for {found['verifier']}"
     window = "no window" if shape["sliding_window"] is None else f"window {shape['sliding_window']:,} tokens"
     kinds = [kind.removesuffix("_attention") for kind in shape["layer_types"]]
+    yarn = f", YaRN by {shape['yarn_factor']:g}" if shape["yarn_positions"] else ""
     pairs: list[tuple[str, object]] = [
         ("layout", found["layout"] + verifier),
         ("taps", f"{list(shape['taps'])} of {shape['num_target_layers']} blocks, counted from 0; the store has them"),
@@ -419,7 +438,7 @@ def _print_import(found: dict[str, Any]) -> None:
         ("layers", f"{len(kinds)}: {', '.join(kinds)}; {window}"),
         ("widths", f"{shape['hidden_size']:,}, feed-forward {shape['intermediate_size']:,}"),
         ("heads", f"{shape['num_heads']} of {shape['head_dim']}, {shape['num_kv_heads']} for keys and values"),
-        ("rope", f"theta {shape['rope_theta']:g}, {shape['max_position_embeddings']:,} positions"),
+        ("rope", f"theta {shape['rope_theta']:g}, {shape['max_position_embeddings']:,} positions{yarn}"),
         ("norms", f"epsilon {shape['rms_norm_eps']:g}"),
         ("parameters", f"{found['parameters']:,} in {found['tensors']} tensors, {', '.join(found['dtypes'])}"),
         *(("note", note) for note in found["notes"]),

@@ -109,6 +109,7 @@ def diagnose(
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
     }
+    yarn = "" if config.yarn_positions is None else f", YaRN by {config.yarn_factor:g}"
     facts = [
         _same("target shape", wanted, {key: shape[key] for key in wanted}, live.get("shape")),
         _weights(released, before.get("weights"), stored["weights"], live.get("weights")),
@@ -123,7 +124,7 @@ def diagnose(
         Fact("mask token", mask, used, same=mask < config.vocab_size and used is None),
         _block(config.block_size, config.max_position_embeddings, int(store.n_tokens.max())),
         _causal(config.layer_types, released),
-        Fact("rope", f"theta {config.rope_theta:g}, whole head of {config.head_dim}"),
+        Fact("rope", f"theta {config.rope_theta:g}, whole head of {config.head_dim}{yarn}"),
     ]
     if live:
         distance, same = live["apart"]

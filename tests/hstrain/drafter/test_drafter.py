@@ -55,6 +55,21 @@ def test_parameters_are_named_as_serving_engines_name_them() -> None:
     assert shapes == wanted | {"fc.weight": (5120, 25600), "hidden_norm.weight": (5120,), "norm.weight": (5120,)}
 
 
+@pytest.mark.parametrize(("factor", "positions"), [(4.0, 32768), (2.5, 4096), (64.0, 100)])
+@pytest.mark.parametrize(("theta", "width"), [(10000.0, 16), (1e6, 128), (1e7, 64)])
+def test_yarn_is_that_of_transformers(factor: float, positions: int, theta: float, width: int) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": positions}
+    hf = Qwen3Config(head_dim=width, max_position_embeddings=int(factor * positions), rope_parameters=rope)
+    shape = {"head_dim": width, "rope_theta": theta}
+    drafter = Drafter(little_config(**shape))
+    stretched = Drafter(dataclasses.replace(drafter.config, yarn_factor=factor, yarn_positions=positions))
+    at = torch.tensor([0, 1, 2, 77, positions - 1])
+    cos, sin = qwen3.Qwen3RotaryEmbedding(hf)(torch.zeros(1), at[None])
+    for got, expected, plain in zip(stretched.rope(at), (cos[0], sin[0]), drafter.rope(at), strict=True):
+        torch.testing.assert_close(got[:, 0], expected, atol=positions * 2e-7, rtol=0)
+        assert (got - plain).abs().max() > 0.01
+
+
 def reference(drafter: Drafter, states_TLH: Tensor, positions_T: Tensor, anchor_id: int, anchor: int) -> Tensor:
     """Return the normed states [B, H] of one block over the rows of one sample before its anchor, query by query."""
     c, w = drafter.config, dict(drafter.named_parameters())

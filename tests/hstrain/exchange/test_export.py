@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import product
 from pathlib import Path
@@ -100,6 +101,32 @@ def test_speculators_counts_taps_from_one_and_leaves_the_targets_weights_out(tmp
         "name_or_path": "some/target",
     }
     assert load_file(tmp_path / "out/model.safetensors").keys() == drafters.drafter("full").state_dict().keys()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_yarn_changes_the_config_and_what_is_read_back_from_it(tmp_path: Path, layout: str) -> None:
+    drafter, head = drafters.drafter("full"), drafters.head()
+    for name, yarn in (("plain", None), ("long", (4.0, 8192)), ("own", (2.0, None))):
+        export_drafter(layout, drafter, head, tmp_path / name, provenance=FACTS, dtype="float32", yarn=yarn)
+    ours = read(tmp_path / "plain"), read(tmp_path / "long")
+    plain, long = ours if layout == "zlab" else (one["transformer_layer_config"] for one in ours)
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8192}
+    assert long["rope_parameters"] == long["rope_scaling"] == rope
+    assert long == {**plain, "rope_parameters": rope, "rope_scaling": rope, "max_position_embeddings": 32768}
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("plain", "long")]
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+    again, _ = read_checkpoint(tmp_path / "long", head)
+    changed = {"yarn_factor": 4.0, "yarn_positions": 8192, "max_position_embeddings": 32768}
+    assert again.config == dataclasses.replace(drafter.config, **changed)
+    assert read_checkpoint(tmp_path / "own", head)[0].config.max_position_embeddings == 65536
+    card = (tmp_path / "long/README.md").read_text()
+    assert "| positions | 32,768: YaRN stretches 8,192 by 4, in short texts too" in card
+    assert "YaRN" not in (tmp_path / "plain/README.md").read_text()
+    # a drafter that has it already, a factor that stretches nothing, and more positions than any reader takes
+    for made, yarn in ((again, (2.0, None)), (drafter, (1.0, None)), (drafter, (1e4, None))):
+        with pytest.raises(ConfigError) as refused:
+            export_drafter(layout, made, head, tmp_path / "out", provenance=FACTS, yarn=yarn)
+        assert refused.value.code == "export-unsupported"
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ def shapes(draw: st.DrawFn) -> DrafterConfig:
         "sliding_window": draw(st.integers(1, 1 << 16)) if "sliding_attention" in kinds else None,
         "max_position_embeddings": draw(whole),
         "embed_scale": draw(st.floats(0.01, 100)),
+        "yarn_factor": 1.0,  # a manifest has none
+        "yarn_positions": None,
     }
     assert fields.keys() == {field.name for field in dataclasses.fields(DrafterConfig)}
     return DrafterConfig(**fields)

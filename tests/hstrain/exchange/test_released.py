@@ -149,7 +149,13 @@ UNSUPPORTED: dict[str, tuple[str, str, Change]] = {
     "chunked layers": ("zlab", "full", lambda c: c.update(layer_types=["chunked_attention"] * 2)),
     "bias": ("zlab", "mixed", lambda c: c.update(attention_bias=True)),
     "another activation": ("zlab", "mixed", lambda c: c.update(hidden_act="gelu")),
-    "stretched rope": ("zlab", "mixed", lambda c: c["rope_parameters"].update(rope_type="yarn", factor=4.0)),
+    "yarn of unknown positions": ("zlab", "mixed", lambda c: c["rope_parameters"].update(rope_type="yarn", factor=4.0)),
+    "yarn with a factor of its own on attention": ("zlab", "mixed", lambda c: c["rope_parameters"].update(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=8192, attention_factor=1.5,
+    )),
+    "a rope stretched in another way": ("zlab", "mixed", lambda c: c["rope_parameters"].update(
+        rope_type="linear", factor=4.0,
+    )),
     "partial rope": ("zlab", "mixed", lambda c: c["rope_parameters"].update(partial_rotary_factor=0.25)),
     "partial rope at the top": ("zlab", "mixed", lambda c: c.update(partial_rotary_factor=0.25)),
     "mrope": ("zlab", "mixed", lambda c: c["rope_parameters"].update(mrope_section=[4, 2, 2])),
@@ -173,6 +179,20 @@ def test_a_drafter_that_computes_something_else_is_refused(change: Callable[...,
 
 
 WRONG: dict[str, tuple[str, Change]] = {
+    "yarn says two things": (
+        "zlab",
+        lambda c: c.update(
+            rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+        ),
+    ),
+    "yarn that stretches nothing": (
+        "zlab",
+        lambda c: c["rope_parameters"].update(
+            rope_type="yarn",
+            factor=1.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
     "block size says two things": ("zlab", lambda c: c.update(block_size=16)),
     "no block size": ("zlab", lambda c: [c.pop("block_size"), c["dflash_config"].pop("block_size")]),
     "block size is a word": ("speculators", lambda c: c.update(block_size="8")),

@@ -16,6 +16,7 @@ follow one another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -53,6 +54,9 @@ class DrafterConfig:
         sliding_window: Tokens that a query of a sliding layer sees, itself included; None without such layers.
         max_position_embeddings: Written to exports; rotary embeddings have no table.
         embed_scale: Factor on the embedding's rows in :func:`block_inputs`, the same as on the target's own input.
+        yarn_factor: Times the positions to which YaRN (arXiv 2309.00071) stretches the rotary embedding; 1 for none.
+            Only exports have another: nothing is trained with it.
+        yarn_positions: Positions that YaRN stretches; None for none.
     """
 
     hidden_size: int
@@ -71,6 +75,8 @@ class DrafterConfig:
     sliding_window: int | None = None
     max_position_embeddings: int = 32768
     embed_scale: float = 1.0
+    yarn_factor: float = 1.0
+    yarn_positions: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -224,9 +230,12 @@ class Drafter(nn.Module):
         """Return cosines and sines [n, 1, D] of positions; always over the whole head, whatever the target does."""
         D = self.config.head_dim
         exponent = torch.arange(0, D, 2, dtype=torch.float32, device=positions.device) / D
-        angle = positions[:, None].float() / self.config.rope_theta**exponent
+        wavelengths, scale = self.config.rope_theta**exponent, 1.0
+        if self.config.yarn_positions is not None:
+            wavelengths, scale = _stretched(wavelengths, self.config)
+        angle = positions[:, None].float() / wavelengths
         angle = torch.cat((angle, angle), -1)[:, None]
-        return angle.cos(), angle.sin()
+        return (angle.cos(), angle.sin()) if scale == 1.0 else (angle.cos() * scale, angle.sin() * scale)
 
     @property
     def _input_dtype(self) -> torch.dtype:
@@ -234,6 +243,26 @@ class Drafter(nn.Module):
 
     def _layers(self) -> list[Layer]:
         return list(self.layers)  # type: ignore[arg-type]
+
+
+def _stretched(wavelengths: Tensor, config: DrafterConfig) -> tuple[Tensor, float]:
+    """Return YaRN's wavelengths, and its factor on cosines and sines, as transformers and engines compute them.
+
+    Wavelengths that go round at least 32 times in the trained positions stay, those that go round less than once are
+    stretched, and those between are mixed.
+    """
+    positions, pairs = config.yarn_positions, len(wavelengths)
+    assert positions is not None
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(positions / (times * 2 * math.pi)) / math.log(config.rope_theta)
+
+    low = max(math.floor(pair_that_turns(32)), 0)
+    high = min(math.ceil(pair_that_turns(1)), config.head_dim - 1)
+    ramp = torch.arange(pairs, dtype=torch.float32, device=wavelengths.device) - low
+    share = (ramp / (high - low if high != low else 0.001)).clamp(0, 1)
+    frequencies = share / (config.yarn_factor * wavelengths) + (1 - share) / wavelengths
+    return 1 / frequencies, 0.1 * math.log(config.yarn_factor) + 1.0
 
 
 def rotate(x_nAD: Tensor, rope: KeyValue) -> Tensor:

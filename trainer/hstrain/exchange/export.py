@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from hscache.store.layout import json_digest
 from hstrain.drafter.attention import Blocks
 from hstrain.drafter.model import Drafter, DrafterConfig, block_inputs
 from hstrain.exchange.importer import CONFIG_FILE, WEIGHTS_FILE, read_checkpoint
-from hstrain.exchange.layouts import Layout, speculators_config, zlab_config
+from hstrain.exchange.layouts import LARGEST, Layout, speculators_config, zlab_config
 from hstrain.run.checkpoint import weights_digest
 from hstrain.run.folder import RunPaths, read_lines
 
@@ -66,6 +66,7 @@ def export_drafter(
     *,
     provenance: Mapping[str, Any],
     dtype: Dtype = "bfloat16",
+    yarn: tuple[float, int | None] | None = None,
 ) -> Exported:
     """Write a drafter in a layout that serving engines read.
 
@@ -81,16 +82,20 @@ def export_drafter(
         provenance: JSON-plain facts for the card: at least ``target``, its path or hub name; ``store`` and
             ``manifest`` as a checkpoint has them; ``evaluation``, from :func:`evaluation_of`.
         dtype: Type of the weights in the file.
+        yarn: Factor by which engines stretch the rotary embedding, and the positions that are stretched, None for the
+            drafter's ``max_position_embeddings``; the exported one is their product. None changes nothing.
 
     Raises:
         ConfigError: ``export-unsupported`` when the layout cannot express the drafter; for ``speculators`` also without
-            a name of the target, and for a mix of sliding and full layers.
+            a name of the target, and for a mix of sliding and full layers; for ``yarn`` that cannot be.
         ConflictError: ``export-exists``.
         IntegrityError: ``export-differs`` when the folder reads back as another drafter; it is removed.
         EnvironmentFault: ``disk-full``, ``disk-error``.
     """
     from safetensors.torch import save
 
+    if yarn is not None:
+        drafter = _stretched(drafter, *yarn, out)
     config = _config(layout, drafter.config, head, out, provenance["target"], dtype)
     if out.exists():
         raise ConflictError("export-exists", f"{out} exists already", hint="give another folder")
@@ -161,6 +166,23 @@ def evaluation_of(drafter: Drafter, facts: Mapping[str, Any], file: Path | None 
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"--eval {file}: expected what hstrain eval --out writes: {error!r}"
         raise ConfigError("usage", what, hint=f"hstrain eval {facts['path']} --store STORE --out {file}") from error
+
+
+def _stretched(drafter: Drafter, factor: float, positions: int | None, out: Path) -> Drafter:
+    """Return a drafter with the same weights whose rotary embedding YaRN stretches."""
+    config, positions = drafter.config, positions or drafter.config.max_position_embeddings
+    if config.yarn_positions is not None or config.rope_theta <= 1 or not 1 < factor <= LARGEST / positions:
+        raise ConfigError(
+            "export-unsupported",
+            f"{out}: {positions:,} positions times {factor:g}, of a drafter with rope_theta {config.rope_theta:g} and "
+            f"a factor of {config.yarn_factor:g} of its own; expected a factor above 1 that gives at most {LARGEST:,} "
+            "positions, a rope_theta above 1, and no factor before",
+        )
+    longer = round(factor * positions)
+    with torch.device("meta"):
+        made = Drafter(replace(config, yarn_factor=factor, yarn_positions=positions, max_position_embeddings=longer))
+    made.load_state_dict(drafter.state_dict(), assign=True)
+    return made
 
 
 def _config(
@@ -238,7 +260,7 @@ the target then verifies. It makes the target's answers faster and leaves their 
 | block | {config.block_size}: the last known token and {slots} drafted |
 | mask token | {config.mask_token_id} |
 | layers | {config.num_layers}, {sliding} of them with sliding attention{window} |
-| weights | {dtype}; embedding and head are the target's |{_scaled(config)}
+| weights | {dtype}; embedding and head are the target's |{_scaled(config)}{_long(config)}
 
 ## How good it is
 
@@ -313,6 +335,15 @@ def _scaled(config: DrafterConfig) -> str:
     return (
         f"\n| block input | the embedding's rows times {config.embed_scale:g} (`input_embedding_scale`); an engine "
         "that does not multiply them, or multiplies them twice, accepts fewer tokens |"
+    )
+
+
+def _long(config: DrafterConfig) -> str:
+    if config.yarn_positions is None:
+        return ""
+    return (
+        f"\n| positions | {config.max_position_embeddings:,}: YaRN stretches {config.yarn_positions:,} by "
+        f"{config.yarn_factor:g}, in short texts too; the drafter was trained and evaluated without it |"
     )
 
 

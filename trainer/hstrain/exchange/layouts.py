@@ -51,8 +51,10 @@ _NESTED = {"block_size", "causal", "final_logit_softcapping", "input_embedding_s
 """Keys of ``dflash_config`` that are read, besides the neutral ones."""
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
           "head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
-_LARGEST, _LARGEST_BLOCK = 1 << 24, 1 << 12
+LARGEST, _LARGEST_BLOCK = 1 << 24, 1 << 12
 """Largest widths or counts, and largest block, that are accepted: no tensor of a larger shape can be made."""
+_YARN = ("factor", "original_max_position_embeddings")
+"""Keys of a rotary embedding that YaRN stretches; its other parameters must be absent."""
 _SPECULATORS = "0.9.0"
 """The version of speculators whose keys are written; its format has no version number."""
 
@@ -61,9 +63,14 @@ def qwen3_config(config: DrafterConfig) -> dict[str, Any]:
     """Return the Qwen3 part of both layouts, with a value for every key so that no reader's default counts.
 
     ``use_sliding_window`` must be set with a window: transformers drops the window without it. ``rope_theta`` is in two
-    places, because versions of transformers differ in where they look.
+    places, because versions of transformers differ in where they look, and so are the parameters of YaRN.
     """
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    if config.yarn_positions is not None:
+        stretched = {"factor": config.yarn_factor, "original_max_position_embeddings": config.yarn_positions}
+        rope |= {"rope_type": "yarn", **stretched}
     return {
+        **({} if config.yarn_positions is None else {"rope_scaling": dict(rope)}),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "head_dim": config.head_dim,
@@ -79,7 +86,7 @@ def qwen3_config(config: DrafterConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_key_value_heads": config.num_kv_heads,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_parameters": rope,
         "rope_theta": config.rope_theta,
         "sliding_window": config.sliding_window,
         "tie_word_embeddings": False,
@@ -255,7 +262,7 @@ def read_config(path: Path, raw: Mapping[str, Any], head: TargetHead | None) -> 
         head_dim=filled.head_dim,
         block_size=_number(path, "block_size", places),
         mask_token_id=_number(path, "mask_token_id", places),
-        rope_theta=_rope_theta(path, qwen3, filled, notes),
+        **_rope(path, qwen3, filled, notes),
         rms_norm_eps=_real(path, "rms_norm_eps", filled.rms_norm_eps),
         sliding_window=getattr(filled, "sliding_window", None),
         max_position_embeddings=filled.max_position_embeddings,
@@ -370,21 +377,37 @@ def _embed_scale(path: Path, places: list[Mapping[str, Any]], head: TargetHead |
     return _real(path, "input_embedding_scale", scale)
 
 
-def _rope_theta(path: Path, qwen3: Mapping[str, Any], filled: Any, notes: list[str]) -> float:
+def _rope(path: Path, qwen3: Mapping[str, Any], filled: Any, notes: list[str]) -> dict[str, Any]:
+    """Return ``rope_theta`` and, if it is stretched, the fields of YaRN."""
     rope = dict(filled.rope_parameters)
     if "rope_theta" not in rope:  # one set of parameters for each type of layer
         kinds = [dict(rope[kind]) for kind in sorted(set(filled.layer_types)) if isinstance(rope.get(kind), Mapping)]
         if not kinds or any(kind != kinds[0] for kind in kinds):
             raise _unsupported(path, "rope_parameters", rope, "one rope_theta for all layers")
         rope = kinds[0]
-    if rope.get("rope_type", "default") != "default" or rope.keys() - {"rope_theta", "rope_type", "type", *_NEUTRAL}:
-        raise _unsupported(path, "rope_parameters", rope, "a plain rotary embedding over the whole head")
+    yarn = rope.get("rope_type") == "yarn"
+    known = {"rope_theta", "rope_type", "type", *_NEUTRAL, *(_YARN if yarn else ())}
+    others = {name: value for name, value in rope.items() if name not in known and value is not None}
+    if rope.get("rope_type", "default") not in ("default", "yarn") or others:
+        raise _unsupported(path, "rope_parameters", rope, "a plain rotary embedding over the whole head, or plain YaRN")
     _refuse_other(path, rope)
+    given = [qwen3[key] for key in ("rope_parameters", "rope_scaling") if isinstance(qwen3.get(key), Mapping)]
+    for key in ("rope_type", *_YARN):
+        if len({str(one[key]) for one in given if one.get(key) is not None}) > 1:
+            raise _wrong(path, f"rope_parameters and rope_scaling have different values of {key}: {given}")
     if qwen3.get("rope_theta") not in (None, rope["rope_theta"]):
         raise _wrong(path, f"rope_theta is {qwen3['rope_theta']} and {rope['rope_theta']} in two places")
     if not qwen3.keys() & {"rope_theta", "rope_parameters", "rope_scaling"}:
         notes.append(f"rope_theta = {rope['rope_theta']} (absent: transformers' default)")
-    return _real(path, "rope_theta", rope["rope_theta"])
+    theta = _real(path, "rope_theta", rope["rope_theta"])
+    if not yarn:
+        return {"rope_theta": theta}
+    if not any("original_max_position_embeddings" in one for one in given):  # engines differ in what they then take
+        raise _unsupported(path, "rope_parameters", given, "original_max_position_embeddings with yarn")
+    factor, positions = _real(path, "factor", rope.get("factor")), rope["original_max_position_embeddings"]
+    if factor <= 1 or theta <= 1 or type(positions) is not int or not 0 < positions <= LARGEST:
+        raise _wrong(path, f"{rope}: expected a factor and a rope_theta above 1, and a whole number of positions")
+    return {"rope_theta": theta, "yarn_factor": factor, "yarn_positions": positions}
 
 
 def _check_shape(path: Path, config: DrafterConfig) -> None:
@@ -402,8 +425,8 @@ def _check_shape(path: Path, config: DrafterConfig) -> None:
         "sliding_window": 1 if config.sliding_window is None else config.sliding_window,
     }
     for key, value in numbers.items():
-        if not 0 < value <= _LARGEST:
-            raise _wrong(path, f"{key} is {value!r}, expected a whole number from 1 to {_LARGEST:,}")
+        if not 0 < value <= LARGEST:
+            raise _wrong(path, f"{key} is {value!r}, expected a whole number from 1 to {LARGEST:,}")
     for what, fine in {
         f"block_size {config.block_size}, expected 2 to {_LARGEST_BLOCK:,}":
             2 <= config.block_size <= _LARGEST_BLOCK,
