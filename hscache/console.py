@@ -108,6 +108,11 @@ def counts(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in ordered)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 sample``, ``1,024 samples``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def figures(numbers: Mapping[str, object], form: str = "") -> str:
     """Return named values: ``code 2.31, math 2.87``.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hscache.console import Column, counts, duration, facts, figures, new_figure, say, size, table
+from hscache.console import Column, counted, counts, duration, facts, figures, new_figure, say, size, table
 from hscache.manifest import PACKED
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def print_inspection(found: dict[str, Any], what: str) -> None:
             ("lengths", figures(found["lengths"], ",")),
             ("runs", f"{found['runs']:,}"),
             ("repeats", f"{found['repeats']:.1%} of the supervised tokens"),
-            ("cut off", f"{found['cut']:,} answers" if found["cut"] else None),
+            ("cut off", counted(found["cut"], "answer") if found["cut"] else None),
             ("duplicates", f"{found['duplicates']:,}" if found["duplicates"] else None),
             ("tags", counts(found["tags"]) or None),
         ],
@@ -45,7 +45,7 @@ def print_inspection(found: dict[str, Any], what: str) -> None:
         table(title, ["text", ("runs", ",d")], [(repr(text), n) for text, n in found[name].items()])
     for finding in found["findings"]:
         print(f"{finding['code']}: {finding['detail']}")
-    print(f"{what}: " + (f"{len(found['findings'])} findings" if found["findings"] else "nothing stands out"))
+    print(f"{what}: " + (counted(len(found["findings"]), "finding") if found["findings"] else "nothing stands out"))
 
 
 def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> None:
@@ -65,7 +65,10 @@ def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> N
             ("tokens", f"{plan['tokens']:,}, {plan['loss_tokens']:,} supervised"),
             ("repeats", _repeats(plan)),
             ("forward", f"{plan['batches']:,} batches, {padding:.1%} padding"),
-            ("shards", f"{plan['shards']:,} ({plan['shards_committed']:,} committed), {plan['files']:,} files"),
+            (
+                "shards",
+                f"{plan['shards']:,} ({plan['shards_committed']:,} committed), {counted(plan['files'], 'file')}",
+            ),
             ("disk", f"{size(plan['needed_bytes'])} to write, {size(plan['free_bytes'])} free at {out}{packed}"),
         ],
     )
@@ -73,25 +76,32 @@ def print_plan(plan: dict[str, Any], manifest: ResolvedManifest, out: Path) -> N
 
 def print_build(report: BuildReport) -> None:
     """Print what a build did."""
-    what = f"{report.built} shards built" if report.built else "nothing left to build, all shards are complete"
+    what = (
+        f"{counted(report.built, 'shard')} built" if report.built else "nothing left to build, all shards are complete"
+    )
     rate = f", {report.tokens / report.capture_seconds:,.0f} tokens/s" if report.built == report.shards else ""
     say(f"{report.store}: {what} in {duration(report.seconds)}{rate}")
     say(
-        f"{report.samples:,} samples, {report.tokens:,} tokens ({report.loss_tokens:,} supervised), "
-        f"{report.shards} shards, {size(report.bytes)}"
+        f"{counted(report.samples, 'sample')}, {report.tokens:,} tokens ({report.loss_tokens:,} supervised), "
+        f"{counted(report.shards, 'shard')}, {size(report.bytes)}"
     )
     if report.rejected:
         n = sum(report.rejected.values())
-        say(f"{n} rows rejected: {counts(report.rejected)}; reasons in {report.store}/index.parquet")
+        say(f"{counted(n, 'row')} rejected: {counts(report.rejected)}; reasons in {report.store}/index.parquet")
 
 
 def print_convert(report: ConvertReport) -> None:
     """Print what a conversion did."""
-    what = f"{report.built} shards converted" if report.built else "nothing left to convert, all shards are complete"
+    what = (
+        f"{counted(report.built, 'shard')} converted"
+        if report.built
+        else "nothing left to convert, all shards are complete"
+    )
     say(f"{report.store}: {what} in {duration(report.seconds)}")
     kept = "states bit by bit those of the source" if report.exact else "hscache info shows the error of the codec"
     say(
-        f"{report.samples:,} samples, {' -> '.join(report.codecs)}: {size(report.bytes_before)} -> {size(report.bytes)}"
+        f"{counted(report.samples, 'sample')}, {' -> '.join(report.codecs)}: "
+        f"{size(report.bytes_before)} -> {size(report.bytes)}"
         f" ({report.bytes_before / max(report.bytes, 1):.2f} to 1); {kept}"
     )
 
@@ -103,15 +113,16 @@ def print_verify(report: VerifyReport, limit: int = 20) -> None:
     if len(report.findings) > limit:
         say(f"... and {len(report.findings) - limit} more; --json lists all")
     rejected = f", {report.rejected} rejected with a reason" if report.rejected else ""
-    done = f"{report.shards} shards, {report.samples:,} samples, {report.tokens:,} tokens{rejected}"
+    done = f"{counted(report.shards, 'shard')}, {counted(report.samples, 'sample')}, {report.tokens:,} tokens{rejected}"
     if report.level == "full" and report.head_error_nats is not None:
         done += f"; lm_head(final state) gives the stored top-k within {report.head_error_nats:.4f} nats"
-        done += f" ({report.head_rows} rows)"
+        done += f" ({counted(report.head_rows, 'row')})"
     if report.ok:
         say(f"{report.store}: whole and right ({report.level}): {done}")
     else:
         shards = sorted({f.shard for f in report.findings if f.shard is not None})
-        say(f"{report.store}: {len(report.findings)} findings in {len(shards)} shards ({report.level}): {done}")
+        found = f"{counted(len(report.findings), 'finding')} in {counted(len(shards), 'shard')}"
+        say(f"{report.store}: {found} ({report.level}): {done}")
         if report.level == "quick" and shards:
             say(f"hint: hscache verify {report.store} --level full")
 
@@ -122,7 +133,7 @@ def print_repair(report: RepairReport) -> None:
         say(f"{report.store}: nothing to repair")
         return
     state = "whole and right now" if report.ok else "still damaged: hscache verify says what is left"
-    say(f"{report.store}: found {counts(report.found)}; built {len(report.rebuilt)} shards again; {state}")
+    say(f"{report.store}: found {counts(report.found)}; built {counted(len(report.rebuilt), 'shard')} again; {state}")
 
 
 def show_comparison(title: str, found: Comparison | KernelsReport, *, tables: bool = True, plot: Path | None) -> None:
@@ -214,7 +225,7 @@ def print_info(info: dict[str, Any]) -> None:
         ("target", f"{target['path']} ({shape})"),
         ("states", f"taps {info['taps']}, final state {'yes' if info['final_state'] else 'no'}, logits {logits}"),
         ("context", f"{len(info['taps']) * target['hidden_size']:,} numbers per token, the drafter's input"),
-        ("corpus", f"{corpus['path']}, {corpus['rows']:,} rows{_MADE.get(info['created'].get('corpus'), '')}"),
+        ("corpus", f"{corpus['path']}, {counted(corpus['rows'], 'row')}{_MADE.get(info['created'].get('corpus'), '')}"),
         ("samples", f"{info['samples']:,} ({_rejected(info['rejected'])})"),
         ("tokens", f"{info['tokens']:,}, {info['loss_tokens']:,} supervised"),
         ("repeats", _repeats(info)),
@@ -251,7 +262,7 @@ def _repeats(numbers: dict[str, Any]) -> str | None:
     if numbers["repeated_tokens"] is None:
         return None
     share, cut = numbers["repeated_tokens"] / max(numbers["loss_tokens"], 1), numbers["cut"]
-    return f"{share:.1%} of the supervised tokens" + (f"; {cut:,} answers cut off" if cut else "")
+    return f"{share:.1%} of the supervised tokens" + (f"; {counted(cut, 'answer')} cut off" if cut else "")
 
 
 def _rejected(reasons: dict[str, int]) -> str:

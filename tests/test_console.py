@@ -15,6 +15,7 @@ import typer
 from hscache.console import (
     Progress,
     command_line,
+    counted,
     counts,
     duration,
     emit_json,
@@ -97,6 +98,15 @@ def test_cells_have_the_format_of_their_column(capsys: pytest.CaptureFixture[str
     )
     lines = capsys.readouterr().out.splitlines()[-4:]
     assert [line.split() for line in lines if line.strip()] == [["a", "2.35", "2.1", "..", "2.6"], ["b"], ["c", "1.00"]]
+
+
+def test_one_is_not_plural() -> None:
+    assert [counted(n, "sample") for n in (0, 1, 2, 1024)] == [
+        "0 samples",
+        "1 sample",
+        "2 samples",
+        "1,024 samples",
+    ]
 
 
 def test_counts_begin_with_the_most_frequent() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hscache.console import figures
+from hscache.console import counted, figures
 from hscache.errors import EnvironmentFault
 from hscache.kernels.guards import (
     PACKAGES,
@@ -160,7 +160,7 @@ def render(diagnosis: Diagnosis) -> str:
 def _render_layers(kinds: Sequence[LayerKind]) -> list[str]:
     lines = []
     for kind in kinds:
-        lines.append(f"  {kind.kind}: {len(kind.layers)} layers ({_spans(kind.layers)})")
+        lines.append(f"  {kind.kind}: {counted(len(kind.layers), 'layer')} ({_spans(kind.layers)})")
         for op in kind.ops:
             if op.phase != "prefill":
                 continue

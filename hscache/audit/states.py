@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hscache.audit.verify import Finding, VerifyReport
+from hscache.console import counted
 from hscache.errors import ConfigError
 from hscache.store.index import read_manifest
 from hscache.store.reader import coarsest_codec, open_store
@@ -51,7 +52,8 @@ def verify_with_states(
         again = compare.recompute(store, recompute, target=target, device=device)
         bad = compare.fault(again, coarsest_codec(store.manifest))
         exact = min(tap.equal for tap in again.taps)
-        sentence = f"recomputed {again.samples} samples alone: " + (bad or f"the stored states, {exact:.2%} bit by bit")
+        sentence = f"recomputed {counted(again.samples, 'sample')} alone: "
+        sentence += bad or f"the stored states, {exact:.2%} bit by bit"
         out["recompute"] = {**asdict(again), "sentence": sentence}
         if bad:
             report.findings.append(Finding("recompute-differs", again.worst_sample, bad))
@@ -71,7 +73,9 @@ def verify_with_states(
         bad = compare.fault(other, [*lossy_ones, "raw"][0])
         exact = min(tap.equal for tap in other.taps)
         same = f"the same states up to the error of {' and '.join(lossy_ones)}" if lossy_ones else "the same states"
-        sentence = f"against {against}, {other.samples} samples: " + (bad or f"{same}, {exact:.2%} bit by bit")
+        sentence = f"against {against}, {counted(other.samples, 'sample')}: " + (
+            bad or f"{same}, {exact:.2%} bit by bit"
+        )
         out["against"] = {**asdict(other), "sentence": sentence}
         if bad:
             report.findings.append(Finding("stores-differ", str(against), bad))

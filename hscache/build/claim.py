@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 import hscache
 from hscache.build.plan import Plan
-from hscache.console import check_stop, say
+from hscache.console import check_stop, counted, say
 from hscache.errors import ConflictError
 from hscache.manifest import ResolvedManifest
 from hscache.store.durable import fsync_directory, replace_file, say_no_locks, write_file
@@ -164,7 +164,7 @@ class ShardClaims:
             elif busy:
                 finish()
                 if not told:
-                    say(f"waiting for other processes that are writing {len(busy)} shards of this store")
+                    say(f"waiting for other processes that are writing {counted(len(busy), 'shard')} of this store")
                 told = True
                 time.sleep(_LOOK_AGAIN_S)
                 left.extend(busy)  # a process that ended without them leaves them to this one

@@ -16,7 +16,7 @@ from typing import Any
 
 from hscache.audit.verify import VerifyReport, verify
 from hscache.build.run import BuildReport, KernelPolicy, build
-from hscache.console import say
+from hscache.console import counted, say
 from hscache.errors import ConflictError
 from hscache.manifest import parse_manifest
 from hscache.store.durable import Staging, disk_errors
@@ -81,12 +81,13 @@ def repair(
     if "converted" in document and report.found.keys() - {"file-extra", "index-stale"}:
         raise ConflictError(
             "store-converted",
-            f"{root}: {len(before.findings)} findings; a target cannot rebuild a store made by hscache convert",
+            f"{root}: {counted(len(before.findings), 'finding')}; a target cannot rebuild what hscache convert made",
             hint="convert its source again, into another --out; nothing was changed",
         )
     report.rebuilt = sorted({f.shard for f in before.findings if f.shard is not None and f.shard < before.shards})
     report.rewritten = [path.name for path in damaged if path.parent != paths.shards]
-    say(f"{root}: to rebuild: {len(report.rebuilt)} shards, and {', '.join(report.rewritten) or 'no other file'}")
+    others = ", ".join(report.rewritten) or "no other file"
+    say(f"{root}: to rebuild: {counted(len(report.rebuilt), 'shard')}, and {others}")
     with disk_errors(root), Staging(paths.staging) as staging, _set_aside(damaged, staging.path):
         if "converted" in document:
             finalize(root, staging.path)

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hscache.console import Progress, check_stop, say, stop_on_signal
+from hscache.console import Progress, check_stop, counted, say, stop_on_signal
 from hscache.corpus.boundaries import Encoder
 from hscache.corpus.chat import ChatTemplate, Conversation, RowFault, conversation
 from hscache.corpus.containers import find_files, read_file
@@ -163,7 +163,7 @@ def generate_corpus(
         with Journal(journal_path(out), settings) as journal:
             n_tokens, n_done = sum(len(prompt.ids) for prompt in ready), sum(i in journal for i in range(len(ready)))
             by = server.kind if server else f"loading {target.name} ({precision})"
-            say(f"{len(ready)} prompts, {n_tokens:,} tokens; {by}")
+            say(f"{counted(len(ready), 'prompt')}, {n_tokens:,} tokens; {by}")
             if n_done:
                 say(f"{n_done} of them were completed in an earlier run")
             if server is None:

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hscache.console import say
+from hscache.console import counted, say
 from hscache.corpus.boundaries import Encoder, TextTokens
 from hscache.corpus.chat import ChatTemplate, Conversation, RowFault, conversation
 from hscache.corpus.containers import Row, find_files, read_file
@@ -169,13 +169,14 @@ class _SampleMaker:
         self._template.say_ignored()
         notes = report.notes
         if n := notes["parts"]:
-            say(f"{n} more samples than rows: where the template leaves out parts of earlier turns, each answer is one")
+            why = "where the template leaves out parts of earlier turns, each answer is one"
+            say(f"{counted(n, 'more sample')} than rows: {why}")
         if n := notes["corrected"]:
-            say(f"the template's marks of {n} answers were not what the target writes, and were corrected")
+            say(f"the template's marks of {counted(n, 'answer')} were not what the target writes, and were corrected")
         if n := notes["unprompted"]:
-            say(f"{n} assistant messages before the first user message are not supervised")
+            say(f"not supervised: {counted(n, 'assistant message')} before the first user message")
         if n := notes["cut"]:
-            say(f"{n} answers were cut off, and have no end token")
+            say(f"cut off, so without an end token: {counted(n, 'answer')}")
 
     def _drafts(self, path: Path, name: str) -> Iterator[_Draft]:
         for row in read_file(path):

@@ -64,13 +64,16 @@ class CorpusReport:
     def say(self) -> None:
         """Log the report."""
         ends = console.counts(self.finish_reasons)
+        samples = console.counted(self.samples, "sample")
         console.say(
-            f"{self.corpus}: {self.samples:,} samples, {self.tokens:,} tokens ({self.loss_tokens:,} supervised)"
+            f"{self.corpus}: {samples}, {self.tokens:,} tokens ({self.loss_tokens:,} supervised)"
             + (f", ended by {ends}" if ends else "")
         )
         if self.rejected:
             n, where = sum(self.rejected.values()), rejects_path(self.corpus)
-            console.say(f"{n} of {self.rows} rows rejected: {console.counts(self.rejected)}; see {where}")
+            console.say(
+                f"{n} of {console.counted(self.rows, 'row')} rejected: {console.counts(self.rejected)}; see {where}"
+            )
 
 
 class CorpusWriter:

@@ -100,7 +100,7 @@ def test_a_shard_that_a_builder_was_at_is_built_when_that_one_has_ended(
     when_waiting(monkeypatch, end)
     assert build(whole.manifest, store, device="cpu").built == 3
     assert others == [[1, 2]], "whoever waits has nothing of its own left to do"
-    assert "waiting for other processes that are writing 1 shards of this store" in capsys.readouterr().err
+    assert "waiting for other processes that are writing 1 shard of this store" in capsys.readouterr().err
     assert contents(store) == contents(whole.store)
     assert load_index(store).equals(load_index(whole.store))
     assert list((store / "staging").iterdir()) == []

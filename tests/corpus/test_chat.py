@@ -210,7 +210,7 @@ def test_cut_texts_get_no_end_token_and_keep_their_reason(
     cut, ended = samples_of(tmp_path, tokenizers["chatml"], rows)
     assert [drawn(tokenizers["chatml"], one) for one in (cut, ended)] == ["x⟦y⟧", "x⟦y<|im_end|>⟧"]
     assert (cut.finish_reason, ended.finish_reason) == ("length", "stop")
-    assert "\n1 answers were cut off" in capsys.readouterr().err
+    assert "\ncut off, so without an end token: 1 answer\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prompt", ["x", "<s>x"])

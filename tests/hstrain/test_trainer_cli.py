@@ -165,7 +165,7 @@ def test_speculate_with_fewer_drafted_tokens_as_text(hstrain: Any, at: list[obje
         ("1", ["1", "of", "1"]), ("5", ["1", "of", "1"])
     ]  # fmt: skip
     out = hstrain("speculate", *at, *short, "--draft-tokens", 2).out
-    assert "blocks of 6, of which 2 drafted tokens are verified" in out
+    assert "blocks of 6, of which 2 drafted tokens verified" in out
     assert "by drafted tokens" not in out
     for wrong in (("6",), ("0",), ("1,",), ("1", "--tree", 4)):
         answer = hstrain("speculate", *at, *short, "--draft-tokens", *wrong)

@@ -21,6 +21,7 @@ from hstrain.score.walk import SampleScore, score_sample, summarise
 from hstrain.train.fit import fit
 
 import hscache
+from hscache.console import counted
 from hscache.errors import HscacheError
 from hscache.store.head import TargetHead, load_head
 from tests.made.stores import HIDDEN, VOCAB, Little, head_weights
@@ -457,10 +458,10 @@ def test_a_run_with_a_test_split_is_scored_on_it(
     fit(tuned, little.path, tmp_path / "tuned", device="cpu")
     assert scored(tmp_path / "tuned") == ("test", 0.4, len(test))
     answer = hstrain("eval", tmp_path / "run", "--store", little.path)
-    assert answer.out.startswith(f"{len(test)} test samples, ")
+    assert answer.out.startswith(f"{counted(len(test), 'test sample')}, ")
     assert "chose its checkpoint" not in answer.out
     answer = hstrain("eval", tmp_path / "run", "--store", little.path, "--part", "validation")
-    assert answer.out.startswith(f"{len(validation)} validation samples, ")
+    assert answer.out.startswith(f"{counted(len(validation), 'validation sample')}, ")
     assert f"validation on {len(validation)} of these samples chose its checkpoint" in answer.out
 
 

@@ -129,7 +129,7 @@ def test_the_parts_of_the_split_are_counted_first(
     run(little, tmp_path / "run", one)
     train, held, test = map(len, split(hscache.open(little.path), one.data.validation, 0.2))
     assert held > 1
-    wanted = f"{train} samples to train on, {held} to validate on, of which 1 are read, {test} to test on"
+    wanted = f"{train} samples to train on, {held} to validate on (1 read), {test} to test on"
     assert capsys.readouterr().err.splitlines()[0] == wanted
 
 

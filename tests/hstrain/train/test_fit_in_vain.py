@@ -67,7 +67,7 @@ def test_bad_samples_are_passed_over_counted_once_and_recorded(tmp_path: Path) -
         run(little, tmp_path / "run", one)
     report = run(little, tmp_path / "run", one)
     assert report.skipped == 1
-    assert "1 samples skipped" in report.text()
+    assert "1 sample skipped" in report.text()
     (line,) = [json.loads(line) for line in RunPaths(tmp_path / "run").skipped.read_text().splitlines()]
     assert line["sample_id"] == "t3"
     assert line["error"].startswith("store-damaged: ")

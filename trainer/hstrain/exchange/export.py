@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from hscache.console import counted
 from hscache.errors import ConfigError, ConflictError, IntegrityError
 from hscache.store.durable import Staging, disk_errors, publish_directory, write_file
 from hscache.store.head import TargetHead
@@ -241,7 +242,7 @@ def _differs(folder: Path, what: str) -> IntegrityError:
 
 
 def _card(layout: Layout, config: DrafterConfig, out: Path, provenance: Mapping[str, Any], dtype: Dtype) -> str:
-    target, slots = str(provenance["target"]), config.block_size - 1
+    target, slots = str(provenance["target"]), counted(config.block_size - 1, "token")
     sliding = config.layer_types.count("sliding_attention")
     window = f", window {config.sliding_window:,} tokens" if sliding else ""
     rows = "\n".join(f"| {name} | `{_inline(value)}` |" for name, value in _facts(provenance))
@@ -251,13 +252,13 @@ tags: [dflash, speculative-decoding]
 ---
 # {out.name}
 
-A DFlash drafter (arXiv 2602.06036) for `{target}`: from the target's states it drafts {slots} tokens in one pass, which
-the target then verifies. It makes the target's answers faster and leaves their content as it is.
+A DFlash drafter (arXiv 2602.06036) for `{target}`: from the target's states it drafts {slots} in one pass, which the
+target then verifies. It makes the target's answers faster and leaves their content as it is.
 
 | | |
 |---|---|
 | context | outputs of the target's decoder blocks {list(config.taps)} (counted from 0), of {config.num_target_layers} |
-| block | {config.block_size}: the last known token and {slots} drafted |
+| block | {config.block_size}: the last known token and {config.block_size - 1} drafted |
 | mask token | {config.mask_token_id} |
 | layers | {config.num_layers}, {sliding} of them with sliding attention{window} |
 | weights | {dtype}; embedding and head are the target's |{_scaled(config)}{_long(config)}
@@ -286,7 +287,8 @@ def _quality(found: Mapping[str, Any] | None) -> str:
         return "No evaluation of these weights was at hand when they were exported."
     low, high = found["tau_interval"]
     kind = "" if found["part"] == "all" else f"{found['part']} "
-    what = f"tau **{found['tau']:.3f}** (95 % interval {low:.2f} .. {high:.2f}) over {found['samples']} {kind}samples"
+    what = f"tau **{found['tau']:.3f}** (95 % interval {low:.2f} .. {high:.2f}) over "
+    what += counted(found["samples"], f"{kind}sample")
     doubts = []
     if found["trained_on"] is None:
         doubts.append("It is unknown whether it was trained on these samples.")
@@ -307,7 +309,7 @@ def _facts(provenance: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
             yield "target's weights", _digests(value["weights"])
             yield "target's tokenizer", _digests(value["tokenizer"])
             yield "store", f"{value['digest']}, codec {value['codec']}, taps {value['taps']}"
-            yield "corpus", f"{value['corpus']['digest']}, {value['corpus']['rows']:,} samples"
+            yield "corpus", f"{value['corpus']['digest']}, {counted(value['corpus']['rows'], 'sample')}"
             yield "states", f"computed in {value['target_dtype']}; kernels: {value['kernel_path']}"
         elif name not in ("manifest", "evaluation"):
             yield name, value

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hscache.console import Column, Progress, counts, facts, figures, say, table
+from hscache.console import Column, Progress, counted, counts, facts, figures, say, table
 from hscache.device import Dtype
 from hscache.errors import ConfigError, ConflictError, InputError
 from hscache.store.head import TargetHead
@@ -332,12 +332,17 @@ def reference_summary(entries: Sequence[dict[str, Any]], server: Server) -> dict
 def print_speculation(found: dict[str, Any]) -> None:
     """Print what :func:`speculate_prompts` returned."""
     speeds, lossless = found["tokens_per_s"], found["lossless"]
-    shape = f"tree of {found['tree_size']} nodes" if found["tree_size"] else f"blocks of {found['block_size']}"
+    shape = (
+        f"tree of {counted(found['tree_size'], 'node')}" if found["tree_size"] else f"blocks of {found['block_size']}"
+    )
     if (verified := found["draft_tokens"]) < found["block_size"] - 1:
-        shape += f", of which {verified} drafted tokens are verified"
+        shape += f", of which {counted(verified, 'drafted token')} verified"
     pairs: list[tuple[str, object]] = [
         ("prompts", f"{len(found['prompts'])} ({len(found['rejected'])} rejected)"),
-        ("tau", f"{found['tau']:.3f} tokens a step, {found['steps']:,} steps" if found["steps"] else "no steps"),
+        (
+            "tau",
+            f"{found['tau']:.3f} tokens a step, {counted(found['steps'], 'step')}" if found["steps"] else "no steps",
+        ),
         ("streaks", " ".join(f"{n}:{count}" for n, count in enumerate(found["streaks"]))),
         ("kernels", found["kernels"]),
     ]
@@ -395,7 +400,7 @@ def _reference_facts(found: dict[str, Any]) -> list[tuple[str, object]]:
     ids = ", ".join(f"{n} from the {how}" for how, n in found["ids_from"].items() if n)
     return [
         ("references", count),
-        ("their tau", f"{tau} over {found['steps']:,} steps; {live} live on the same prompts"),
+        ("their tau", f"{tau} over {counted(found['steps'], 'step')}; {live} live on the same prompts"),
         ("their ids", ids + unstable),
         ("their text", f"{found['equal']} of {texts} equal to the target's own greedy text here"),
     ]
@@ -429,7 +434,7 @@ def _ready(
             "corpus-empty", f"{', '.join(map(str, paths))}: no prompt can be used ({len(rejected)} rejected)"
         )
     if rejected:
-        say(f"{len(rejected)} prompts rejected, {len(ready)} used")
+        say(f"{counted(len(rejected), 'prompt')} rejected, {len(ready)} used")
     return ready, rejected
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import hscache
-from hscache.console import Column, figures, say, table
+from hscache.console import Column, counted, figures, say, table
 from hscache.device import pick_device
 from hscache.errors import HscacheError, InputError
 from hscache.store.head import load_head
@@ -104,7 +104,7 @@ def evaluate(
             check_store(path, drafter.config, store)
             warn_of_other_target(path, facts, store)
             numbers = shares.numbers(store, part)[:samples]
-            say(f"{path} on {store_path}: {len(numbers)} samples")
+            say(f"{path} on {store_path}: {counted(len(numbers), 'sample')}")
             weights = weights_digest(drafter.state_dict())
             scores = _score(drafter, head, store, numbers)
             found = {**summarise(scores), "by_tag": by_tag(scores), "by_position": _by_position(scores)}
@@ -168,7 +168,7 @@ def print_evaluation(found: dict[str, Any]) -> None:
     names = [row.get("checkpoint") or row["baseline"] for row in rows]
     names = [f"{name} on {row['store']}" if several else name for name, row in zip(names, rows, strict=True)]
     known = found["held_out"] < 1 and not any(row["trained_on"] for row in drafters)
-    what = f"{found['part']} samples" if known else "samples"
+    what = counted(rows[0]["samples"], f"{found['part']} sample" if known else "sample")
     forms = {"tau": ".3f", "95 %": ">", "per response": ".3f", "tau_all": ".3f", "streak": ".3f", "full block": ".1%"}
     cells = [
         [
@@ -178,7 +178,7 @@ def print_evaluation(found: dict[str, Any]) -> None:
         for name, row in zip(names, rows, strict=True)
     ]  # fmt: skip
     table(
-        f"{rows[0]['samples']} {what}, {rows[0]['anchors']:,} anchors, {found['precision']}",
+        f"{what}, {counted(rows[0]['anchors'], 'anchor')}, {found['precision']}",
         ["drafter", *forms.items(), *((f"DDTree-{n}", ".3f") for n in SIZES)],
         cells,
     )

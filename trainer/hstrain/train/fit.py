@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hscache import __version__
-from hscache.console import Interrupted, duration, say, stop_on_signal
+from hscache.console import Interrupted, counted, duration, say, stop_on_signal
 from hscache.errors import EnvironmentFault, InputError, IntegrityError, TrainingFault
 from hstrain.data.anchors import sample_with
 from hstrain.data.packs import Pack
@@ -66,7 +66,8 @@ class FitReport:
 
     def text(self) -> str:
         """Return a line for people."""
-        parts = [f"{self.run}: {self.steps} steps in {duration(self.seconds)}, {self.wait:.1%} of it waiting for data"]
+        done = f"{counted(self.steps, 'step')} in {duration(self.seconds)}"
+        parts = [f"{self.run}: {done}, {self.wait:.1%} of it waiting for data"]
         if self.tau is not None:
             before = "" if self.first_tau is None else f" (before training {self.first_tau:.3f})"
             best = "" if self.best_tau is None else f", best {self.best_tau:.3f}"
@@ -77,7 +78,7 @@ class FitReport:
         if self.overfit_at is not None:
             parts.append(f"learnt by heart at step {self.overfit_at}")
         if self.skipped:
-            parts.append(f"{self.skipped} samples skipped")
+            parts.append(f"{counted(self.skipped, 'sample')} skipped")
         return "; ".join(parts)
 
 
@@ -336,7 +337,7 @@ class _Run:
             low, high = found["tau_interval"]
             say(
                 f"validation at step {step}: tau {tau:.3f} [{low:.2f}, {high:.2f}], tau_all {found['tau_all']:.3f}, "
-                f"ddtree-8 {found['ddtree']['8']:.3f}, {found['samples']} samples"
+                f"ddtree-8 {found['ddtree']['8']:.3f}, {counted(found['samples'], 'sample')}"
             )
         if step and (self.report.best_tau is None or tau > self.report.best_tau):
             self.report.best_tau = tau
@@ -391,6 +392,7 @@ class _Run:
 def _samples(t: Trainer) -> str:
     """Return in words how many samples each part of the split has."""
     if t.overfit:
-        return f"{len(t.train):,} samples to train and to validate on"
-    some = f", of which {len(t.held):,} are read" if len(t.held) < t.held_out else ""
-    return f"{len(t.train):,} samples to train on, {t.held_out:,} to validate on{some}, {len(t.test):,} to test on"
+        return f"{counted(len(t.train), 'sample')} to train and to validate on"
+    some = f" ({len(t.held):,} read)" if len(t.held) < t.held_out else ""
+    held = f"{t.held_out:,} to validate on{some}, {len(t.test):,} to test on"
+    return f"{counted(len(t.train), 'sample')} to train on, {held}"
