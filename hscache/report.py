@@ -116,7 +116,7 @@ def print_verify(report: VerifyReport, limit: int = 20) -> None:
     done = f"{counted(report.shards, 'shard')}, {counted(report.samples, 'sample')}, {report.tokens:,} tokens{rejected}"
     if report.level == "full" and report.head_error_nats is not None:
         done += f"; lm_head(final state) gives the stored top-k within {report.head_error_nats:.4f} nats"
-        done += f" ({counted(report.head_rows, 'row')})"
+        done += f" ({report.head_rows} rows)"
     if report.ok:
         say(f"{report.store}: whole and right ({report.level}): {done}")
     else:
