@@ -184,7 +184,7 @@ def test_predicted_speeds_are_those_of_walks_with_shorter_blocks(
         assert speed == pytest.approx(np.mean(steps) / (0.25 + 1 + 0.75 * n / K))
     assert found[-1] == pytest.approx(summarise(scores)["tau"] / 2)
     steeper = Cost(draft=0.25, verify=1.75, keep=0.5, row=0.125)
-    assert (steeper.step(K, K), steeper.step(K - 2, K)) == (2.5, 2.25)
+    assert (steeper.step(K, K), steeper.step(K - 2, K), Cost(0.25, 1.75, row=9.0).step(1, K)) == (2.5, 2.25, 1.25)
     assert speed_by_length(scores, cost, [K - 1])[0] == pytest.approx(found[-2] * cost.step(K - 1, K) / 2)
     kept = speed_by_length(scores, Cost(draft=0.25, verify=1.75, keep=0.5))
     assert kept[-1] == pytest.approx(summarise(scores)["tau"] / 2.5)

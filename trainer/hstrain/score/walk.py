@@ -270,9 +270,9 @@ class Cost:
     row: float | None = None
 
     def step(self, drafted: int, most: int) -> float:
-        """Return the cost of a step that verifies fewer drafted tokens than the block has."""
+        """Return the cost of a step that verifies fewer drafted tokens than the block has; a pass costs 1 at least."""
         row = (self.verify - 1) / most if self.row is None else self.row
-        return self.draft + self.verify + self.keep - row * (most - drafted)
+        return self.draft + max(1.0, self.verify + self.keep - row * (most - drafted))
 
 
 def speed_by_length(scores: Sequence[SampleScore], cost: Cost, lengths: Sequence[int] | None = None) -> list[float]:
