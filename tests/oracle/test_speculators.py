@@ -182,9 +182,11 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).detach().abs().max() / expected.detach().abs().max())
 
 
-@pytest.mark.parametrize("rope_theta", [10000.0, 1e7])
-def test_full_layers_compute_the_same_blocks(pair: Any, theirs: Any, case: Case, rope_theta: float) -> None:
-    drafter, model = pair("full", rope_theta=rope_theta)
+@pytest.mark.parametrize(
+    "rope", [{"rope_theta": 10000.0}, {"rope_theta": 1e7}, {"yarn_factor": 4.0, "yarn_positions": 32}]
+)
+def test_full_layers_compute_the_same_blocks(pair: Any, theirs: Any, case: Case, rope: dict[str, float]) -> None:
+    drafter, model = pair("full", **rope)
     assert model.target_layer_ids == [1, 2, 3]
     with torch.no_grad():
         hidden, logits, *_ = theirs(model)
