@@ -245,6 +245,9 @@ def verify(
     level: Annotated[
         Literal["quick", "full"], typer.Option(help="quick: records and sizes; full: every byte.")
     ] = "full",
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Shards to read at a time; default: one for each core, at most 8.")
+    ] = None,
     recompute: Annotated[int, typer.Option(min=0, help="Recompute the states of K random samples and compare.")] = 0,
     kernels: Annotated[
         str | None, typer.Option(help="Compare two kernel paths on samples of the store: torch,fla or torch,bound.")
@@ -271,7 +274,7 @@ def verify(
         parse_kernels(kernels)  # before the whole store is read
     if plot is not None:
         new_figure(1, 1)
-    report = run_verify(store, level)
+    report = run_verify(store, level, jobs=jobs)
     try:
         states = verify_with_states(
             report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target,

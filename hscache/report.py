@@ -11,7 +11,7 @@ from hscache.manifest import PACKED
 
 if TYPE_CHECKING:
     from hscache.audit.compare import Comparison, KernelsReport
-    from hscache.audit.verify import VerifyReport
+    from hscache.audit.findings import VerifyReport
     from hscache.build.convert import ConvertReport
     from hscache.build.repair import RepairReport
     from hscache.build.run import BuildReport

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hscache.audit.verify import Finding, VerifyReport
+from hscache.audit.findings import Finding, VerifyReport
 from hscache.errors import ConfigError
 from hscache.store.index import read_manifest
 from hscache.store.reader import coarsest_codec, open_store

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hscache.audit.verify import VerifyReport, verify
+from hscache.audit.findings import VerifyReport
+from hscache.audit.verify import verify
 from hscache.build.run import BuildReport, KernelPolicy, build
 from hscache.console import say
 from hscache.errors import ConflictError

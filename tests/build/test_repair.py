@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 import hscache
 from hscache.audit import compare
+from hscache.audit.findings import VerifyReport
 from hscache.audit.states import verify_with_states
-from hscache.audit.verify import VerifyReport, verify
+from hscache.audit.verify import verify
 from hscache.build import repair as repair_module
 from hscache.build.convert import Change, convert
 from hscache.build.repair import repair
