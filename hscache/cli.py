@@ -25,6 +25,19 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _shards(text: str) -> slice:
+    try:
+        numbers = [int(part) if part else None for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    match numbers:
+        case [int(number)]:
+            return slice(number, number + 1 or None)
+        case [start, stop]:
+            return slice(start, stop)
+    raise typer.BadParameter(f"{text}: expected a number or A:B")
+
+
 app = command_line(
     "hscache", "Run a large target model once, keep its hidden states, train speculative-decoding drafters from disk."
 )
@@ -248,6 +261,9 @@ def verify(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Shards to read at a time; default: one for each core, at most 8.")
     ] = None,
+    shards: Annotated[
+        Any, typer.Option(parser=_shards, metavar="A:B", help="Check only these shards: A to B - 1, or a number.")
+    ] = None,
     recompute: Annotated[int, typer.Option(min=0, help="Recompute the states of K random samples and compare.")] = 0,
     kernels: Annotated[
         str | None, typer.Option(help="Compare two kernel paths on samples of the store: torch,fla or torch,bound.")
@@ -274,7 +290,7 @@ def verify(
         parse_kernels(kernels)  # before the whole store is read
     if plot is not None:
         new_figure(1, 1)
-    report = run_verify(store, level, jobs=jobs)
+    report = run_verify(store, level, jobs=jobs, shards=shards)
     try:
         states = verify_with_states(
             report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target,

@@ -39,6 +39,7 @@ CODES: dict[str, str] = {
     "template-invalid": "the chat template cannot be read, or is not valid Jinja",
     "not-a-store": "the path holds no hscache store",
     "store-unfinished": "the store's build has not finished",
+    "shard-unknown": "the store's plan has no such shard",
     "sample-unknown": "the store has no such sample",
     "sample-range": "a token range is outside the sample",
     "array-absent": "this store was built without that array",

@@ -103,17 +103,22 @@ def print_verify(report: VerifyReport, limit: int = 20) -> None:
     if len(report.findings) > limit:
         say(f"... and {len(report.findings) - limit} more; --json lists all")
     rejected = f", {report.rejected} rejected with a reason" if report.rejected else ""
-    done = f"{report.shards} shards, {report.samples:,} samples, {report.tokens:,} tokens{rejected}"
+    part = report.part
+    shards = f"{report.shards} shards" if part is None else f"shards {part[0]}:{part[1]} of {report.shards}"
+    done = f"{shards}, {report.samples:,} samples, {report.tokens:,} tokens{rejected}"
     if report.level == "full" and report.head_error_nats is not None:
         done += f"; lm_head(final state) gives the stored top-k within {report.head_error_nats:.4f} nats"
         done += f" ({report.head_rows} rows)"
     if report.ok:
-        say(f"{report.store}: whole and right ({report.level}): {done}")
+        whole = "whole and right" if part is None else "no findings in a part of the store"
+        say(f"{report.store}: {whole} ({report.level}): {done}")
     else:
-        shards = sorted({f.shard for f in report.findings if f.shard is not None})
-        say(f"{report.store}: {len(report.findings)} findings in {len(shards)} shards ({report.level}): {done}")
-        if report.level == "quick" and shards:
+        damaged = sorted({f.shard for f in report.findings if f.shard is not None})
+        say(f"{report.store}: {len(report.findings)} findings in {len(damaged)} shards ({report.level}): {done}")
+        if report.level == "quick" and damaged:
             say(f"hint: hscache verify {report.store} --level full")
+    if part is not None:
+        say("the other shards were not checked; when all are, --level quick checks the store as a whole")
 
 
 def print_repair(report: RepairReport) -> None:

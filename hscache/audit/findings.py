@@ -61,6 +61,8 @@ class VerifyReport:
         level: ``quick`` or ``full``.
         findings: In the order of discovery; empty for a good store.
         shards: Planned shards.
+        part: First shard that was checked and the one after the last; None for the whole store. With a part, ``ok``
+            says nothing of the other shards.
         samples: Samples checked.
         tokens: Their tokens.
         rejected: Samples recorded as rejected.
@@ -72,6 +74,7 @@ class VerifyReport:
     level: str
     findings: list[Finding] = field(default_factory=list)
     shards: int = 0
+    part: tuple[int, int] | None = None
     samples: int = 0
     tokens: int = 0
     rejected: int = 0

@@ -16,15 +16,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from hscache.audit.findings import FINDINGS, Finding, VerifyReport
 from hscache.audit.shard import ShardResult, StoreFacts, check_shard
 from hscache.console import Progress
-from hscache.errors import HscacheError, IntegrityError
+from hscache.errors import HscacheError, InputError, IntegrityError
 from hscache.store.head import check_target, load_head
 from hscache.store.index import build_index, committed_shards, load_index, read_manifest, read_plan, table_digest
 from hscache.store.layout import StorePaths, shard_name
@@ -43,28 +44,57 @@ def default_jobs() -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_JOBS)
 
 
-def verify(root: Path, level: Literal["quick", "full"] = "full", *, jobs: int | None = None) -> VerifyReport:
-    """Check a store.
+def verify(
+    root: Path,
+    level: Literal["quick", "full"] = "full",
+    *,
+    jobs: int | None = None,
+    shards: slice | None = None,
+) -> VerifyReport:
+    """Check a store, or some of its shards.
 
     Args:
         root: Store directory.
         level: ``quick`` or ``full``.
         jobs: Shards that are read at a time, each by one thread; None for :func:`default_jobs`. Memory grows with it
             by a chunk of each array, some 10 MB.
+        shards: Numbers of the shards to check; None for the whole store. With numbers, what concerns the store as a
+            whole is left out: shards compared with each other, files that no record names, ``index.parquet``.
 
     Raises:
+        InputError: ``shard-unknown``: the store's plan has none of these shards.
         HscacheError: When there is no store, or its ``manifest.json`` is damaged, so that nothing can be checked.
     """
     document = read_manifest(root)
-    full = level == "full"
-    return _Verifier(StoreFacts(root, document, full), jobs or default_jobs()).run()
+    part = None if shards is None else planned_range(root, document, shards)
+    return _Verifier(StoreFacts(root, document, level == "full"), jobs or default_jobs(), part).run()
+
+
+def planned_range(root: Path, document: dict[str, Any], shards: slice) -> range:
+    """Return the planned shards that a slice names.
+
+    Raises:
+        InputError: ``shard-unknown``: there are none.
+    """
+    planned = range(document["plan"]["shards"])
+    if not planned[shards]:
+        what = f"{root}: no shard {shards_text(shards)}: the plan has shards 0 to {len(planned) - 1}"
+        raise InputError("shard-unknown", what, hint="--shards 0:10 takes the first ten")
+    return planned[shards]
+
+
+def shards_text(shards: slice | range) -> str:
+    """Return a number or range of shards as ``--shards`` takes it."""
+    start, stop = ("" if end is None else str(end) for end in (shards.start, shards.stop))
+    return start if shards.start is not None and shards.stop == shards.start + 1 else f"{start}:{stop}"
 
 
 class _Verifier:
-    def __init__(self, store: StoreFacts, jobs: int) -> None:
-        self._store, self._jobs, self._paths = store, jobs, StorePaths(store.root)
+    def __init__(self, store: StoreFacts, jobs: int, part: range | None) -> None:
+        self._store, self._jobs, self._part, self._paths = store, jobs, part, StorePaths(store.root)
         level = "full" if store.full else "quick"
         self._report = VerifyReport(str(store.root), level, shards=store.document["plan"]["shards"])
+        self._report.part = None if part is None else (part.start, part.stop)
         self._results: list[ShardResult] = []
 
     def run(self) -> VerifyReport:
@@ -73,8 +103,11 @@ class _Verifier:
         self._target()
         present = set(committed_shards(store.root))
         planned = range(report.shards)
-        self._missing(planned, present)
-        self._shards(sorted(shard for shard in present if shard in planned))
+        wanted = planned if self._part is None else self._part
+        self._missing(wanted, present)
+        self._shards(sorted(shard for shard in present if shard in wanted))
+        if self._part is not None:
+            return report
         for shard in sorted(shard for shard in present if shard not in planned):
             self._find("shard-extra", shard_name(shard), f"the plan has {len(planned)} shards", shard)
         self._strays(present, planned)
@@ -126,8 +159,7 @@ class _Verifier:
     def _shards(self, shards: list[int]) -> None:
         """Check shards; their findings come in the order of their numbers, whichever is checked first."""
         store, report, errors = self._store, self._report, []
-        total = store.document["plan"]["tokens"]
-        progress = Progress("verify", total, "tok") if store.full else None
+        progress = Progress("verify", self._tokens(), "tok") if store.full else None
         for result in _in_order(store, shards, self._jobs):
             self._results.append(result)
             report.findings += result.findings
@@ -141,6 +173,14 @@ class _Verifier:
             progress.close()
         if errors:
             report.head_error_nats, report.head_rows = float(np.mean(errors)), len(errors)
+
+    def _tokens(self) -> int:
+        """Return the tokens that are planned for the shards to check."""
+        plan, part = self._store.plan, self._part
+        if plan is None or part is None:
+            return int(self._store.document["plan"]["tokens"])
+        here = pc.and_(pc.greater_equal(plan["shard"], part.start), pc.less(plan["shard"], part.stop))
+        return int(pc.sum(plan["n_tokens"].filter(here)).as_py() or 0)
 
     def _strays(self, present: set[int], planned: range) -> None:
         """Report files in the store that are not part of it; names that begin with a dot are left to other tools."""
