@@ -264,6 +264,14 @@ def verify(
     shards: Annotated[
         Any, typer.Option(parser=_shards, metavar="A:B", help="Check only these shards: A to B - 1, or a number.")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that keeps which shards passed, so that a run that was stopped continues. Their bytes are not "
+            "read again while size, times and inode of their files stay: bits lost by the disk since are not found."
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Read everything again and start --record anew.")] = False,
     recompute: Annotated[int, typer.Option(min=0, help="Recompute the states of K random samples and compare.")] = 0,
     kernels: Annotated[
         str | None, typer.Option(help="Compare two kernel paths on samples of the store: torch,fla or torch,bound.")
@@ -286,11 +294,13 @@ def verify(
     from hscache.errors import HscacheError
     from hscache.report import print_verify, show_comparison
 
+    if record is not None and level != "full":
+        raise typer.BadParameter("--record keeps full checks: quick ones are repeated in any case")
     if kernels:
         parse_kernels(kernels)  # before the whole store is read
     if plot is not None:
         new_figure(1, 1)
-    report = run_verify(store, level, jobs=jobs, shards=shards)
+    report = run_verify(store, level, jobs=jobs, shards=shards, record=record, again=again)
     try:
         states = verify_with_states(
             report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target,

@@ -85,6 +85,7 @@ CODES: dict[str, str] = {
     "store-other-kernels": "the store's shards were computed by another kernel path",
     "corpus-other-target": "the corpus was made with another target than the one to run over it",
     "target-other": "the target is not the one that the drafter was trained for",
+    "record-other": "the file is not the record of this store's verification",
     "store-exists": "the output path holds something that is not this store",
     "export-exists": "the export's path exists already",
     "run-other-manifest": "the training run was begun with another manifest, store or starting drafter",

@@ -117,6 +117,8 @@ def print_verify(report: VerifyReport, limit: int = 20) -> None:
         say(f"{report.store}: {len(report.findings)} findings in {len(damaged)} shards ({report.level}): {done}")
         if report.level == "quick" and damaged:
             say(f"hint: hscache verify {report.store} --level full")
+    if report.recorded:
+        say(f"the bytes of {report.recorded} shards were not read again: they passed before; --again reads everything")
     if part is not None:
         say("the other shards were not checked; when all are, --level quick checks the store as a whole")
 

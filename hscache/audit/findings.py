@@ -63,6 +63,7 @@ class VerifyReport:
         shards: Planned shards.
         part: First shard that was checked and the one after the last; None for the whole store. With a part, ``ok``
             says nothing of the other shards.
+        recorded: Shards of which a record says that they passed before, so that their bytes were not read again.
         samples: Samples checked.
         tokens: Their tokens.
         rejected: Samples recorded as rejected.
@@ -75,6 +76,7 @@ class VerifyReport:
     findings: list[Finding] = field(default_factory=list)
     shards: int = 0
     part: tuple[int, int] | None = None
+    recorded: int = 0
     samples: int = 0
     tokens: int = 0
     rejected: int = 0

@@ -24,6 +24,7 @@ import zarr
 from numpy.typing import NDArray
 
 from hscache.audit.findings import FINDINGS, Finding
+from hscache.audit.record import VerifyRecord, look
 from hscache.errors import IntegrityError
 from hscache.health import Health, RowMeter, RowStats, find_fault, may_be_faulty, reduce_rows
 from hscache.rows import count_supervised, supervised_positions
@@ -75,6 +76,8 @@ class StoreFacts:
         full: Whether to read the arrays.
         plan: ``plan.parquet``, or None where it is damaged.
         head: The target's head in float32, or None where it is damaged or not needed.
+        target_digest: Digest of ``target.json``, or None where the target is damaged.
+        record: Shards that passed before, or None.
     """
 
     root: Path
@@ -82,6 +85,8 @@ class StoreFacts:
     full: bool
     plan: pa.Table | None = None
     head: TargetHead | None = None
+    target_digest: str | None = None
+    record: VerifyRecord | None = None
 
     def __post_init__(self) -> None:
         self.specs: list[ArraySpec] = specs_of(self.document)
@@ -108,7 +113,9 @@ class ShardResult:
         kernel_path: Id of the kernel path that computed the samples; None without any.
         accepted_path: Id of the other path that the builder accepted.
         typical_rms: Magnitude per tap, from the record; None without samples.
-        head_errors: Differences in the self-check, nats, one for each row.
+        head_rows: Rows of the self-check.
+        head_error_sum: Sum of their differences, nats.
+        recorded: Whether it passed before and was not read again.
     """
 
     shard: int
@@ -119,7 +126,9 @@ class ShardResult:
     kernel_path: str | None = None
     accepted_path: str | None = None
     typical_rms: list[float] | None = None
-    head_errors: list[float] = field(default_factory=list)
+    head_rows: int = 0
+    head_error_sum: float = 0.0
+    recorded: bool = False
 
 
 def check_shard(store: StoreFacts, shard: int) -> ShardResult:
@@ -151,7 +160,12 @@ class _ShardCheck:
             return
         table = pa.table(body["samples"])
         self._table(table)
-        whole = self._files(body)
+        record = store.record if store.full else None
+        # before the files are read: whatever changes them meanwhile makes them differ from what is recorded
+        seen = record and look(self._path, body, store.target_digest)
+        passed = record.passed(shard, seen) if record and seen else None
+        read = store.full and passed is None
+        whole = self._files(body, read=read)
         good = table.filter(pc.equal(table["reason"], "")).to_pylist()
         result.samples, result.rejected = len(good), table.num_rows - len(good)
         result.tokens = sum(int(row["n_tokens"]) for row in good)
@@ -162,8 +176,13 @@ class _ShardCheck:
         if good and self._columns(body["health"]):
             result.typical_rms = body["health"]["typical_rms"]
             self._codec_error(body["health"])
-        if store.full and whole:
+        if passed is not None:
+            result.recorded, result.head_rows = True, passed["head_rows"]
+            result.head_error_sum = passed["head_error_sum"]
+        elif read and whole:
             self._contents(body, good)
+            if record and seen and store.head is not None and not result.findings:
+                record.add(shard, seen, result.head_rows, result.head_error_sum)
 
     def _find(self, code: str, where: str, detail: str, *, rebuild: bool = True) -> None:
         assert code in FINDINGS, code
@@ -187,14 +206,14 @@ class _ShardCheck:
         if got != wanted:
             self._find("shard-samples", self._name, f"{len(got)} samples, {len(wanted)} planned")
 
-    def _files(self, body: dict[str, Any]) -> bool:
-        """Compare files with the record; return whether the arrays can be read."""
-        whole, path, full = True, self._path, self._store.full
+    def _files(self, body: dict[str, Any], *, read: bool) -> bool:
+        """Compare sizes, and if asked contents, of files with the record; return whether the arrays can be read."""
+        whole, path = True, self._path
         for name, entry in body["files"].items():
             where = f"{self._name}/{name}"
             try:
                 found = (path / name).stat().st_size
-                digest = _file_digest(path / name) if full and found == entry["bytes"] else entry["xxh3_128"]
+                digest = _file_digest(path / name) if read and found == entry["bytes"] else entry["xxh3_128"]
             except (FileNotFoundError, NotADirectoryError):
                 self._find("file-missing", where, f"expected {entry['bytes']} bytes")
                 whole = False
@@ -342,17 +361,19 @@ class _ShardCheck:
         ids.clamp_(0, recomputed.shape[-1] - 1)
         errors = ((recomputed.gather(-1, ids) - stored).abs() * weight).sum(-1) / weight.sum(-1)
         limit, codec = _HEAD_LIMIT_NATS[self._store.error_codec], self._store.error_codec
+        found: list[float] = []
         for where in dict.fromkeys(rows.where):
             here = torch.tensor([other == where for other in rows.where])
             if not known[here].all():
                 self._find("head-mismatch", where, "stored top-k ids outside the vocabulary")
                 continue
             worst = float(errors[here].max())
-            self.result.head_errors += errors[here & errors.isfinite()].tolist()
+            found += errors[here & errors.isfinite()].tolist()
             if not math.isfinite(worst) or worst > limit:
                 detail = f"log-probabilities differ by {worst:.3f} nats, limit {limit}"
                 self._find("head-mismatch", where, detail)
-        mean = float(np.mean(self.result.head_errors or [0.0]))
+        self.result.head_rows, self.result.head_error_sum = len(found), math.fsum(found)
+        mean = math.fsum(found) / max(len(found), 1)
         if codec == "int4" and mean > _HEAD_MEAN_LIMIT_NATS:
             detail = f"log-probabilities differ by {mean:.3f} nats on average, limit {_HEAD_MEAN_LIMIT_NATS}"
             self._find("head-mismatch", self._name, detail)

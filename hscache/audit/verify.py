@@ -8,6 +8,7 @@ Shards are checked by several threads (:mod:`hscache.audit.shard`); the report i
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +24,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hscache.audit.findings import FINDINGS, Finding, VerifyReport
+from hscache.audit.record import VerifyRecord
 from hscache.audit.shard import ShardResult, StoreFacts, check_shard
 from hscache.console import Progress
 from hscache.errors import HscacheError, InputError, IntegrityError
 from hscache.store.head import check_target, load_head
 from hscache.store.index import build_index, committed_shards, load_index, read_manifest, read_plan, table_digest
-from hscache.store.layout import StorePaths, shard_name
+from hscache.store.layout import StorePaths, json_digest, shard_name
 
 # A shard's typical magnitude against the median shard's, per tap; lengths and topics move it by a few percent.
 _OUTLIER_FACTOR = 2.0
@@ -50,6 +52,8 @@ def verify(
     *,
     jobs: int | None = None,
     shards: slice | None = None,
+    record: Path | None = None,
+    again: bool = False,
 ) -> VerifyReport:
     """Check a store, or some of its shards.
 
@@ -60,14 +64,20 @@ def verify(
             by a chunk of each array, some 10 MB.
         shards: Numbers of the shards to check; None for the whole store. With numbers, what concerns the store as a
             whole is left out: shards compared with each other, files that no record names, ``index.parquet``.
+        record: File that keeps which shards passed a full check (:mod:`hscache.audit.record`). The bytes of those that
+            passed are not read again as long as no file of theirs changes in size, times or inode.
+        again: Read all bytes again and start the record anew.
 
     Raises:
         InputError: ``shard-unknown``: the store's plan has none of these shards.
+        ConflictError: ``record-other``: the record is not one of this store.
         HscacheError: When there is no store, or its ``manifest.json`` is damaged, so that nothing can be checked.
     """
     document = read_manifest(root)
     part = None if shards is None else planned_range(root, document, shards)
-    return _Verifier(StoreFacts(root, document, level == "full"), jobs or default_jobs(), part).run()
+    store = StoreFacts(root, document, level == "full")
+    with VerifyRecord(record, document["digest"], again=again) if record else nullcontext() as store.record:
+        return _Verifier(store, jobs or default_jobs(), part).run()
 
 
 def planned_range(root: Path, document: dict[str, Any], shards: slice) -> range:
@@ -138,6 +148,7 @@ class _Verifier:
     def _target(self) -> None:
         try:
             facts = check_target(self._paths.target, full=self._store.full)
+            self._store.target_digest = json_digest(facts)
             known = {*facts["files"], "target.json"}
             self._extra([p for p in self._paths.target.iterdir() if p.name not in known])
             if self._store.full:
@@ -158,7 +169,7 @@ class _Verifier:
 
     def _shards(self, shards: list[int]) -> None:
         """Check shards; their findings come in the order of their numbers, whichever is checked first."""
-        store, report, errors = self._store, self._report, []
+        store, report, errors = self._store, self._report, list[float]()
         progress = Progress("verify", self._tokens(), "tok") if store.full else None
         for result in _in_order(store, shards, self._jobs):
             self._results.append(result)
@@ -166,13 +177,15 @@ class _Verifier:
             report.samples += result.samples
             report.tokens += result.tokens
             report.rejected += result.rejected
-            errors += result.head_errors
+            report.recorded += result.recorded
+            report.head_rows += result.head_rows
+            errors.append(result.head_error_sum)
             if progress is not None:
                 progress.advance(result.tokens)
         if progress is not None:
             progress.close()
-        if errors:
-            report.head_error_nats, report.head_rows = float(np.mean(errors)), len(errors)
+        if report.head_rows:
+            report.head_error_nats = math.fsum(errors) / report.head_rows
 
     def _tokens(self) -> int:
         """Return the tokens that are planned for the shards to check."""
