@@ -331,6 +331,10 @@ def repair(
     accept_path: Annotated[
         str | None, typer.Option(help="Id of another kernel path whose shards may stay in this store.")
     ] = None,
+    shard: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Read and repair only this shard; may be repeated. Missing shards are built."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Verify a store and rebuild only what is damaged.
@@ -343,7 +347,7 @@ def repair(
 
     kernels = KernelPolicy("auto", allow_fallback, accept_path)
     with resumable("shards not rebuilt yet are unchanged"):
-        report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
+        report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels, shards=shard or ())
     if json:
         emit_json(report)
     print_repair(report)
