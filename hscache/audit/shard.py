@@ -5,7 +5,8 @@ was captured. Arrays are read through the store's own reader, which is not the c
 shard are read through zarr-python as well and must be the same bytes.
 
 A shard is read chunk by chunk, so that a check needs memory for one chunk of each array and a few rows of logits,
-whatever the length of a sample. Only a sample that looks damaged is read as a whole.
+whatever the length of a sample. Only a sample that looks damaged is read as a whole. Statistics are those of all states;
+of a lossy store they follow from codes and scales, so that its states are decoded only for the self-check.
 """
 
 from __future__ import annotations
@@ -287,20 +288,18 @@ class _ShardCheck:
         kept: dict[str, list[NDArray[Any]]] = {INPUT_IDS: [], LOSS_MASK: []}
         measured: dict[str, list[tuple[NDArray[np.float32], NDArray[np.float32], bool]]] = {}
         for spec in self._store.specs:
-            for _, piece in arrays[spec.name].pieces(row):
+            for at, piece in arrays[spec.name].pieces(row):
                 digest.update(piece.reshape(-1).view(np.uint8).data)
                 if spec.name in kept:
                     kept[spec.name].append(piece.copy())
-                if spec.name in STATE_ARRAYS and spec.scheme is None:
-                    measured.setdefault(spec.name, []).append(meter.measure(piece.reshape(len(piece), -1, meter.width)))
-        for spec in self._store.specs:
-            if spec.name in STATE_ARRAYS and spec.scheme is not None:
-                for at, codes in arrays[spec.name].pieces(row):
-                    scales = arrays[scales_name(spec.name)].take(at, at + len(codes))
-                    states = lossy.decode_bits(codes, scales, spec.scheme)
-                    measured.setdefault(spec.name, []).append(
-                        meter.measure(states.reshape(len(states), -1, meter.width))
-                    )
+                if spec.name in STATE_ARRAYS:
+                    vectors = piece.reshape(len(piece), -1, piece.shape[-1])
+                    if spec.scheme is None:
+                        part = meter.measure(vectors)
+                    else:
+                        scales = arrays[scales_name(spec.name)].take(at, at + len(piece))
+                        part = lossy.measure_codes(vectors, scales.reshape(*vectors.shape[:2], -1), spec.scheme)
+                    measured.setdefault(spec.name, []).append(part)
         if digest.hexdigest() != row["digest"]:
             self._find("sample-digest", where, "bytes differ from the digest taken at capture")
         ids, mask = (np.concatenate(kept[name]) for name in (INPUT_IDS, LOSS_MASK))
