@@ -31,8 +31,8 @@ REASONS: dict[str, str] = {
 
 # Elements that are measured together: 512 KiB of bf16 and 1 MiB of float32.
 _TILE_ELEMENTS = 1 << 18
-# A vector whose first channels differ is not constant.
-_FIRST_CHANNELS = 16
+# A constant vector's mean of squares is its largest square, up to rounding; a real one's is less than a tenth of it.
+_CONSTANT = 0.9
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class RowMeter:
         self._wide = torch.empty(self._tile, width)
         self._bits = np.empty((self._tile, width), np.uint16)
 
-    def measure(self, bits: NDArray[np.uint16]) -> tuple[NDArray[np.float32], NDArray[np.float32], bool]:
-        """Return mean of squares and largest magnitude of each state vector, and whether any may be constant.
+    def measure(self, bits: NDArray[np.uint16]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return mean of squares and largest magnitude of each state vector.
 
         Args:
             bits: bf16 bits, uint16 [N, L, H], C-contiguous.
 
         Returns:
-            float32 [N, L], float32 [N, L], and a bool.
+            float32 [N, L] twice.
         """
         import torch
 
@@ -118,26 +118,24 @@ class RowMeter:
             square[start:stop] = (torch.linalg.vector_norm(wide, dim=-1).square() / self.width).numpy()
             np.left_shift(tile, 1, out=shifted)  # without the sign, bf16 bits are ordered like the numbers
             largest[start:stop] = shifted.max(axis=-1)
-        first = rows[:, : min(_FIRST_CHANNELS, self.width)]
-        constant = bool((first == first[:, :1]).all(axis=-1).any())
         lead = bits.shape[:-1]
-        return square.reshape(lead), (largest << 15).view(np.float32).reshape(lead), constant
+        return square.reshape(lead), (largest << 15).view(np.float32).reshape(lead)
 
 
-def may_be_faulty(square: NDArray[np.float32], largest: NDArray[np.float32], n_taps: int, *, constant: bool) -> bool:
+def may_be_faulty(square: NDArray[np.float32], largest: NDArray[np.float32], n_taps: int) -> bool:
     """Return whether a sample shows a sign of a fault, so that :func:`find_fault` has to look at all of its states.
 
     Args:
         square: float32 [N, L], mean of squares of each state vector.
         largest: float32 [N, L], largest magnitude.
         n_taps: Taps; a column after them is the final state.
-        constant: Whether a vector may have one value in all channels.
     """
     taps = largest[:, :n_taps]
+    with np.errstate(over="ignore", invalid="ignore"):
+        constant = square >= _CONSTANT * np.square(largest)  # zero, too
     return bool(
-        constant
-        or not np.isfinite(square).all()
-        or (largest == 0).any()
+        not np.isfinite(square).all()
+        or constant.any()
         or (len(largest) > 1 and (largest == largest[0]).all(axis=0).any())
         or (taps[:, 1:] == taps[:, :-1]).all(axis=0).any()
     )

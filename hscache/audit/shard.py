@@ -5,8 +5,8 @@ was captured. Arrays are read through the store's own reader, which is not the c
 shard are read through zarr-python as well and must be the same bytes.
 
 A shard is read chunk by chunk, so that a check needs memory for one chunk of each array and a few rows of logits,
-whatever the length of a sample. Only a sample that looks damaged is read as a whole. Statistics are those of all states;
-of a lossy store they follow from codes and scales, so that its states are decoded only for the self-check.
+whatever the length of a sample. Only a sample that looks damaged is read as a whole. Statistics are those of all
+states; of a lossy store they follow from codes and scales, so that only the self-check decodes states.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class _ShardCheck:
         """Check a sample and count its states if they are sound; return its mask, or None if that has another count."""
         digest = xxhash.xxh3_128()
         kept: dict[str, list[NDArray[Any]]] = {INPUT_IDS: [], LOSS_MASK: []}
-        measured: dict[str, list[tuple[NDArray[np.float32], NDArray[np.float32], bool]]] = {}
+        measured: dict[str, list[tuple[NDArray[np.float32], NDArray[np.float32]]]] = {}
         for spec in self._store.specs:
             for at, piece in arrays[spec.name].pieces(row):
                 digest.update(piece.reshape(-1).view(np.uint8).data)
@@ -313,9 +313,8 @@ class _ShardCheck:
             np.concatenate([np.concatenate([part[k] for part in parts]) for parts in measured.values()], axis=1)
             for k in (0, 1)
         )
-        constant = any(part[2] for parts in measured.values() for part in parts)
         reason = detail = ""
-        if may_be_faulty(square, largest, len(self._store.taps), constant=constant):
+        if may_be_faulty(square, largest, len(self._store.taps)):
             reason, detail = find_fault(self._all_stats(row, arrays), self._store.taps)
         if reason:
             self._find("sample-states", where, f"{reason}: {detail}")
