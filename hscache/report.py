@@ -11,7 +11,7 @@ from hscache.manifest import PACKED
 
 if TYPE_CHECKING:
     from hscache.audit.compare import Comparison, KernelsReport
-    from hscache.audit.verify import VerifyReport
+    from hscache.audit.findings import VerifyReport
     from hscache.build.convert import ConvertReport
     from hscache.build.repair import RepairReport
     from hscache.build.run import BuildReport
@@ -113,18 +113,29 @@ def print_verify(report: VerifyReport, limit: int = 20) -> None:
     if len(report.findings) > limit:
         say(f"... and {len(report.findings) - limit} more; --json lists all")
     rejected = f", {report.rejected} rejected with a reason" if report.rejected else ""
-    done = f"{counted(report.shards, 'shard')}, {counted(report.samples, 'sample')}, {report.tokens:,} tokens{rejected}"
+    part = report.part
+    shards = counted(report.shards, "shard")
+    if part is not None:
+        shards = f"shards {part[0]}:{part[1]} of {report.shards}"
+    done = f"{shards}, {counted(report.samples, 'sample')}, {report.tokens:,} tokens{rejected}"
     if report.level == "full" and report.head_error_nats is not None:
         done += f"; lm_head(final state) gives the stored top-k within {report.head_error_nats:.4f} nats"
         done += f" ({report.head_rows} rows)"
     if report.ok:
-        say(f"{report.store}: whole and right ({report.level}): {done}")
+        whole = "whole and right" if part is None else "no findings in a part of the store"
+        say(f"{report.store}: {whole} ({report.level}): {done}")
     else:
-        shards = sorted({f.shard for f in report.findings if f.shard is not None})
-        found = f"{counted(len(report.findings), 'finding')} in {counted(len(shards), 'shard')}"
+        damaged = sorted({f.shard for f in report.findings if f.shard is not None})
+        found = f"{counted(len(report.findings), 'finding')} in {counted(len(damaged), 'shard')}"
         say(f"{report.store}: {found} ({report.level}): {done}")
-        if report.level == "quick" and shards:
+        if report.level == "quick" and damaged:
             say(f"hint: hscache verify {report.store} --level full")
+    if report.recorded:
+        say(
+            f"the bytes of {counted(report.recorded, 'shard')} were not read again: already verified; --again reads everything"
+        )
+    if part is not None:
+        say("the other shards were not checked; when all are, --level quick checks the store as a whole")
 
 
 def print_repair(report: RepairReport) -> None:

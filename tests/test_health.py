@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hscache.health import REASONS, Health, RowStats, find_fault, reduce_rows
+from hscache.health import REASONS, Health, RowMeter, RowStats, find_fault, may_be_faulty, reduce_rows
 from hscache.store.layout import canonical_json
 
 TAPS = (1, 5, 9)
@@ -152,3 +152,37 @@ def test_any_accepted_magnitude_gives_a_record_that_is_json(scale: float) -> Non
 
 def test_health_of_nothing_is_json() -> None:
     assert canonical_json(Health(3).to_json())
+
+
+def signs(states: torch.Tensor, last: torch.Tensor) -> bool:
+    meter, parts = RowMeter(states.shape[-1]), (states, last)
+    measured = [meter.measure(part.contiguous().view(torch.int16).numpy().view(np.uint16)) for part in parts]
+    square, largest = (np.concatenate([part[k] for part in measured], axis=1) for k in (0, 1))
+    return may_be_faulty(square, largest, states.shape[1])
+
+
+@pytest.mark.parametrize(("reason", "harm"), [(p[1], p[3]) for p in PLANTS], ids=[p[0] for p in PLANTS])
+@pytest.mark.parametrize("width", [16, 40])
+def test_no_fault_lacks_the_signs_that_the_fast_measure_looks_for(reason: str, harm: Plant, width: int) -> None:
+    states, last = healthy(width=width), final(width=width)
+    assert not signs(states, last)
+    harm(states)
+    assert fault(states, last)[0] == reason
+    assert signs(states, last)
+
+
+@pytest.mark.parametrize("value", [0.0, 2.5, torch.inf, torch.nan])
+def test_a_fault_of_the_final_state_has_signs_too(value: float) -> None:
+    states, last = healthy(), final()
+    last[4, 0] = value
+    assert fault(states, last)[0]
+    assert signs(states, last)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (5, 3, 24), (300, 5, 2048)])
+def test_the_fast_measure_gives_the_numbers_of_the_reductions(shape: tuple[int, int, int]) -> None:
+    states = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 40).bfloat16()
+    square, largest = RowMeter(shape[-1]).measure(states.view(torch.int16).numpy().view(np.uint16))
+    slow = RowStats.join(reduce_rows(states))
+    np.testing.assert_array_equal(largest, np.maximum(-slow.low, slow.high))
+    np.testing.assert_allclose(square, slow.square, rtol=1e-5)

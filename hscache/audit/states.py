@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hscache.audit.verify import Finding, VerifyReport
+from hscache.audit.findings import Finding, VerifyReport
 from hscache.console import counted
 from hscache.errors import ConfigError
 from hscache.store.index import read_manifest

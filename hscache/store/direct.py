@@ -129,6 +129,7 @@ class ArrayFile:
 
     Attributes:
         rows: Rows of the array.
+        chunk_rows: Rows of a chunk.
         layout: As given.
         chunk_bytes: Bytes of an unpacked chunk.
 
@@ -140,7 +141,7 @@ class ArrayFile:
     def __init__(self, directory: Path, spec: ArraySpec, layout: Layout) -> None:
         self._fd = -1
         self._directory, self._spec, self.layout = directory, spec, layout
-        self.rows = layout.rows
+        self.rows, self.chunk_rows = layout.rows, layout.chunk_rows
         self._row_bytes = spec.row_bytes
         self.chunk_bytes = layout.chunk_rows * self._row_bytes
         if layout.rows == 0:

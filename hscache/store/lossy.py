@@ -203,6 +203,45 @@ def decode_bits(codes: NDArray[np.uint8], scales: NDArray[np.uint16], scheme: Sc
     return states.view(torch.int16).numpy().view(np.uint16)
 
 
+def measure_codes(
+    codes: NDArray[np.uint8], scales: NDArray[np.uint16], scheme: Scheme
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return mean of squares and largest magnitude of each state vector without decoding it.
+
+    The rotation changes no length, and the largest element is one of the kept ones. The error is that of rounding at
+    the kept channels, which decoding discards.
+
+    Args:
+        codes: uint8 [..., code_bytes].
+        scales: uint16 [..., 1 + 2 kept].
+        scheme: From :func:`scheme`.
+
+    Returns:
+        float32 [...] twice; the mean of squares is not finite where decoding gives something that is not.
+    """
+    import torch
+
+    side = scales.reshape(-1, scheme.columns)
+    step, exact = (_as_float32(part) for part in (side[:, 0], side[:, 1 + scheme.kept :]))
+    missing: NDArray[np.bool_] = np.any(side[:, 1 : 1 + scheme.kept] >= scheme.hidden_size, axis=-1)
+    rows = torch.from_numpy(np.require(codes.reshape(-1, scheme.code_bytes), requirements=["C", "W"]))
+    norm = np.empty(len(rows), np.float32)
+    for part in _tiles(rows):
+        positive = rows[part] if scheme.bits == 8 else _unpack(rows[part], scheme)
+        missing[part] |= positive.numpy().min(-1) == 0
+        numbers = positive.float().sub_(scheme.largest + 1)
+        norm[part] = torch.linalg.vector_norm(numbers, dim=-1).numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        step[missing] = np.nan
+        square = (np.square(norm * step) * scheme.block + np.square(exact).sum(-1)) / np.float32(scheme.hidden_size)
+        largest = np.abs(exact).max(-1)
+    return square.reshape(codes.shape[:-1]), largest.reshape(codes.shape[:-1])
+
+
+def _as_float32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def encode_bits(states: NDArray[np.uint16], scheme: Scheme) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
     """Encode arrays as a shard holds them: bf16 bits, uint16 [..., H], to codes and scales (:func:`encode`)."""
     import torch

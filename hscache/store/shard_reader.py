@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -108,12 +108,12 @@ class ShardReader:
         self._reset()
 
     def _reset(self) -> None:
-        self._open: OrderedDict[tuple[int, str], ArrayFile | _ZarrArray] = OrderedDict()
+        self._open: OrderedDict[tuple[int, str], StoredArray] = OrderedDict()
         self._checked: set[int] = set()
         self._executor: Executor | None = None
         self._lock, self._process = threading.Lock(), os.getpid()
 
-    def _file(self, shard: int, name: str) -> ArrayFile | _ZarrArray:
+    def _file(self, shard: int, name: str) -> StoredArray:
         if self._process != os.getpid():
             self._reset()  # after a fork: its threads are not here, and one of them may have held the lock
         key = (shard, name)
@@ -128,9 +128,7 @@ class ShardReader:
             check_files(path, body)
             self._check_samples(shard, path, body)
             self._checked.add(shard)
-        directory, spec = path / name, self._specs[name]
-        layout = read_layout(directory, spec)
-        file = _ZarrArray(directory, spec) if layout is None else ArrayFile(directory, spec, layout)
+        file = open_array(path / name, self._specs[name])
         # dropping a file may run its __del__ in the middle of a dictionary operation: hence the lock and the list
         dropped = []
         with self._lock:
@@ -173,7 +171,7 @@ class _ZarrArray:
             raise damaged(directory, f"zarr cannot open it: {error}") from error
         if self._array.shape[1:] != spec.inner or self._array.dtype != spec.dtype:
             raise damaged(directory, f"{self._array.dtype} {self._array.shape}, expected {spec.dtype} {spec.inner}")
-        self.rows = int(self._array.shape[0])
+        self.rows, self.chunk_rows = int(self._array.shape[0]), spec.chunk_rows
 
     def read(
         self,
@@ -191,6 +189,20 @@ class _ZarrArray:
         except (ValueError, RuntimeError) as error:  # zarr's checksum failure, and blosc's
             raise damaged(self._directory, str(error)) from error
         out[...] = rows if columns is None else rows[:, list(columns)]
+
+
+StoredArray: TypeAlias = ArrayFile | _ZarrArray
+"""An open array of a shard: ``rows``, ``chunk_rows`` and ``read``."""
+
+
+def open_array(directory: Path, spec: ArraySpec) -> StoredArray:
+    """Open an array of a shard.
+
+    Raises:
+        IntegrityError: ``store-damaged``.
+    """
+    layout = read_layout(directory, spec)
+    return _ZarrArray(directory, spec) if layout is None else ArrayFile(directory, spec, layout)
 
 
 def check_files(path: Path, body: dict[str, Any]) -> None:

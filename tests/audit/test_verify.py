@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hscache.audit.verify import FINDINGS, verify
+from hscache.audit.findings import FINDINGS
+from hscache.audit.verify import verify
 from hscache.rows import Sample
 from hscache.store.durable import Staging
 from hscache.store.index import committed_shards, finalize, read_shard

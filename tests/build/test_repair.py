@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 import hscache
 from hscache.audit import compare
+from hscache.audit.findings import VerifyReport
 from hscache.audit.states import verify_with_states
-from hscache.audit.verify import VerifyReport, verify
+from hscache.audit.verify import verify
 from hscache.build import repair as repair_module
 from hscache.build.convert import Change, convert
 from hscache.build.repair import repair
@@ -229,3 +230,35 @@ def test_a_target_that_rounds_otherwise_agrees_with_an_int4_store(
     verify_with_states(report, recompute=8)
     assert report.findings == []
     assert compare.fault(compare.recompute(store, 8)), "by the limit of exact states it is another one"
+
+
+def test_a_named_shard_alone_is_read_and_repaired(reference: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(reference, store)
+    for shard in (1, 2, 3):
+        flip(store / f"shards/{shard:05d}.zarr/hidden_states/c.0.0.0", 1000)
+    assert repair(store, shards=[0]).found == {}
+    for shards, left in (([1], {2, 3}), ([2, 3], set())):
+        report = repair(store, shards=shards)
+        assert (report.ok, report.rebuilt) == (True, shards)
+        assert {finding.shard for finding in verify(store).findings} == left
+    assert contents(store) == contents(reference)
+
+
+def test_a_named_shard_is_also_compared_with_the_others(reference: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(reference, store)
+    path = store / "shards/00002.zarr"
+    body = read_shard(path)
+    body["provenance"]["kernels"]["path_id"] = "other"
+    (path / "zarr.json").write_bytes(canonical_json(group_metadata(body)))
+    (store / "index.parquet").unlink()
+    report = repair(store, shards=[2])
+    assert (report.ok, report.found) == (True, {"kernels-mixed": 1, "index-stale": 1})
+    assert contents(store) == contents(reference)
+
+
+def test_a_shard_that_no_plan_has_cannot_be_repaired(reference: Path) -> None:
+    result = CliRunner().invoke(app, ["repair", str(reference), "--shard", "0", "--shard", "99"])
+    assert isinstance(result.exception, HscacheError)
+    assert result.exception.code == "shard-unknown"

@@ -20,6 +20,7 @@ from hscache.audit import compare
 from hscache.audit.verify import verify
 from hscache.build.run import build
 from hscache.errors import ConfigError
+from hscache.health import RowStats, find_fault, may_be_faulty, reduce_rows
 from hscache.manifest import parse_manifest
 from hscache.store import lossy
 from hscache.store.index import read_shard
@@ -181,6 +182,66 @@ def test_the_attribute_says_all() -> None:
         "signs": [1 if bit == "0" else -1 for bit in f"{0x753225895A4F7C5F:064b}"[::-1]],
     }  # fmt: skip
     assert [lossy.scheme("int4", width).block for width in (1, 6, 20, 576, 5120)] == [1, 2, 4, 64, 64]
+
+
+def measured(codes: torch.Tensor, scales: torch.Tensor, name: str, width: int) -> Any:
+    bits = scales.numpy().view(np.uint16)
+    return lossy.measure_codes(codes.numpy(), bits, lossy.scheme(name, width))
+
+
+@codecs
+@pytest.mark.parametrize("width", [64, 576, 5120])
+def test_codes_give_the_sizes_of_the_decoded_vectors(name: str, width: int) -> None:
+    states = bf16(90, 3, width, scale=3.0)
+    states[0, :, 7] = 3000.0
+    scheme = lossy.scheme(name, width)
+    codes, scales = lossy.encode(states, scheme)
+    square, largest = measured(codes, scales, name, width)
+    slow = RowStats.join(reduce_rows(lossy.decode(codes, scales, scheme)))
+    np.testing.assert_allclose(square, slow.square, rtol=3e-3 if name == "int8" else 1e-2)
+    np.testing.assert_array_equal(largest, states.float().abs().amax(-1).numpy())
+
+
+FAULTS: dict[str, Any] = {
+    "a code is missing": lambda codes, scales, kept: codes[3, 1].__setitem__(2, 0),
+    "the step is missing": lambda codes, scales, kept: scales[3, 1].__setitem__(0, 0x7FC0),
+    "a kept element is infinite": lambda codes, scales, kept: scales[3, 1].__setitem__(1 + kept, 0x7F80),
+    "a channel is out of range": lambda codes, scales, kept: scales[3, 1].__setitem__(1, 0x7FC0),
+    "scales were never written": lambda codes, scales, kept: scales.fill_(0x7FC0),
+}
+
+
+@codecs
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_does_not_decode_to_numbers_shows_in_the_codes(name: str, fault: str) -> None:
+    scheme = lossy.scheme(name, 576)
+    codes, scales = lossy.encode(bf16(12, 3, 576), scheme)
+    assert not signs(codes, scales, name)
+    FAULTS[fault](codes, scales, scheme.kept)
+    assert not lossy.decode(codes, scales, scheme).isfinite().all()
+    assert signs(codes, scales, name)
+
+
+@codecs
+@pytest.mark.parametrize("fault", ["zero tap", "zero row", "constant tap", "twin taps"])
+def test_what_the_health_battery_finds_shows_in_the_codes(name: str, fault: str) -> None:
+    states = bf16(12, 3, 576)
+    if fault == "zero tap":
+        states[:, 1] = 0
+    elif fault == "constant tap":
+        states[:, 1] = states[0, 1].clone()
+    elif fault == "twin taps":
+        states[:, 1] = states[:, 0].clone()
+    else:
+        states[3, 1] = 0
+    codes, scales = lossy.encode(states, lossy.scheme(name, 576))
+    assert find_fault(RowStats.join(reduce_rows(through(states, name))), (0, 1, 2))[0]
+    assert signs(codes, scales, name)
+
+
+def signs(codes: torch.Tensor, scales: torch.Tensor, name: str) -> bool:
+    square, largest = measured(codes, scales, name, 576)
+    return may_be_faulty(square, largest, 3)
 
 
 @pytest.mark.parametrize(("name", "width"), [("int6", 64), ("raw", 64), ("int8", 1 << 15)])
