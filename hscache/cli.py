@@ -62,6 +62,8 @@ DtypeOption = Annotated[
     typer.Option("--dtype", help="Precision of the target; auto: bfloat16 where the device has it in hardware."),
 ]
 
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with status 1 if any row was rejected.")]
+
 EXIT_FINDINGS = 1
 
 
@@ -132,15 +134,18 @@ def generate(
     model: Annotated[str | None, typer.Option(help="The server's name of the target; default: its only model.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that the server gets at once.")] = 8,
     timeout: Annotated[int, typer.Option(min=1, help="Seconds to wait for an answer of the server.")] = 600,
+    strict: Strict = False,
     json: Json = False,
 ) -> None:
     """Let the target write the completions that a drafter will be trained on; run again to resume after a stop.
 
     With --endpoint http://localhost:8000 a server runs it; HSCACHE_API_KEY or OPENAI_API_KEY is sent as its key.
 
+    Exit status 1 if the server did not answer a prompt as it must; rows without a usable prompt are only reported.
+
     Example: hscache generate prompts.jsonl --target ~/models/SmolLM2-135M-Instruct -o corpus.parquet --limit 24
     """
-    from hscache.corpus.endpoint import Server
+    from hscache.corpus.endpoint import REASONS, Server
     from hscache.corpus.generate import Sampling, generate_corpus
 
     for name in ("model", "concurrency", "timeout") if endpoint is None else ("batch_size", "dtype", "device"):
@@ -171,7 +176,7 @@ def generate(
     if json:
         emit_json(report.to_json())
     report.say()
-    _exit_if(bool(report.rejected))
+    _exit_if(bool(report.rejected if strict else report.rejected.keys() & REASONS.keys()))
 
 
 @app.command()
@@ -225,11 +230,14 @@ def build(
     accept_corpus: Annotated[
         bool, typer.Option("--accept-corpus", help="Use a corpus that was made with another target.")
     ] = False,
+    strict: Strict = False,
     json: Json = False,
 ) -> None:
     """Run the target over the corpus and write a store; run again to resume after a stop.
 
     Start as many builders of one store as there are GPUs, by hand or under torchrun or srun: they share its shards.
+
+    Exit status 1 if the states of a planned sample are unusable; rows that the plan rejected are only reported.
 
     Example: hscache build manifests/build/demo.toml --out runs/demo/store
     """
@@ -249,7 +257,7 @@ def build(
     if json:
         emit_json(report)
     print_build(report)
-    _exit_if(bool(report.rejected))
+    _exit_if(bool(report.rejected if strict else report.capture_rejected))
 
 
 @app.command()

@@ -86,8 +86,10 @@ def print_build(report: BuildReport) -> None:
         f"{counted(report.shards, 'shard')}, {size(report.bytes)}"
     )
     if report.rejected:
-        n = sum(report.rejected.values())
+        n, faults = sum(report.rejected.values()), report.capture_rejected
         say(f"{counted(n, 'row')} rejected: {counts(report.rejected)}; reasons in {report.store}/index.parquet")
+        if faults:
+            say(f"{sum(faults.values())} of them were planned, but their states are unusable: {counts(faults)}")
 
 
 def print_convert(report: ConvertReport) -> None:

@@ -49,6 +49,7 @@ class BuildReport:
         tokens: Their tokens.
         loss_tokens: Their supervised tokens.
         rejected: Reason code -> rows that plan or capture rejected.
+        capture_rejected: The part of them that was planned: reason code -> samples that capture rejected.
         bytes: Size of all shards on disk.
         seconds: Wall time of this run.
         capture_seconds: The part from the first forward batch to the last commit.
@@ -61,6 +62,7 @@ class BuildReport:
     tokens: int = 0
     loss_tokens: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
+    capture_rejected: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
     seconds: float = 0.0
     capture_seconds: float = 0.0
@@ -288,8 +290,8 @@ def _until_stopped(rows: Iterable[Sample | Reject], stop: list[int]) -> Iterator
 
 
 def _fill_report(report: BuildReport, index: Any, paths: StorePaths) -> None:
-    for status, reason, tokens, loss in zip(
-        *(index[name].to_pylist() for name in ("status", "reason", "n_tokens", "n_loss")), strict=True
+    for shard, status, reason, tokens, loss in zip(
+        *(index[name].to_pylist() for name in ("shard", "status", "reason", "n_tokens", "n_loss")), strict=True
     ):
         if status == "ok":
             report.samples += 1
@@ -297,4 +299,6 @@ def _fill_report(report: BuildReport, index: Any, paths: StorePaths) -> None:
             report.loss_tokens += loss
         else:
             report.rejected[reason] = report.rejected.get(reason, 0) + 1
+            if shard >= 0:
+                report.capture_rejected[reason] = report.capture_rejected.get(reason, 0) + 1
     report.bytes = sum(path.stat().st_size for path in paths.shards.rglob("*") if path.is_file())

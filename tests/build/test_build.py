@@ -31,7 +31,7 @@ from hscache.build.repair import repair
 from hscache.build.run import build
 from hscache.cli import app
 from hscache.errors import ConfigError, ConflictError, EnvironmentFault, IntegrityError
-from hscache.manifest import load_manifest
+from hscache.manifest import load_manifest, to_toml
 from hscache.model.capture import Capturer
 from hscache.store import shard_writer
 from hscache.store.index import committed_shards, load_index, read_manifest, read_shard
@@ -200,6 +200,23 @@ def hundred_rows(corpus: Path, nan_token: int) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.parametrize(("flags", "status"), [([], 0), (["--strict"], 1)])
+def test_rows_that_the_plan_rejects_are_a_failure_only_on_wish(tmp_path: Path, flags: list[str], status: int) -> None:
+    manifest = small_manifest(tmp_path)
+    source = Path(manifest.corpus.path)
+    rows = pq.read_table(source).to_pylist()
+    rows[2]["input_ids"], rows[2]["loss_mask"] = rows[2]["input_ids"] * 2, rows[2]["loss_mask"] * 2
+    pq.write_table(pa.Table.from_pylist(rows), source)
+    file = tmp_path / "manifest.toml"
+    file.write_text(to_toml(manifest))
+    args = ["build", str(file), "--out", str(tmp_path / "store"), "--set", "limits.max_tokens=64", "--json", *flags]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == status, result.output
+    report = json.loads(result.stdout)
+    assert (report["samples"], report["rejected"], report["capture_rejected"]) == (5, {"too-long": 1}, {})
+    assert "1 row rejected: 1 too-long" in result.stderr
+
+
 @pytest.mark.thorough
 def test_of_100_rows_with_7_bad_ones_93_are_stored_and_7_recorded_with_reasons(
     smollm2: Path, corpus: Path, manifest_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,6 +249,7 @@ def test_of_100_rows_with_7_bad_ones_93_are_stored_and_7_recorded_with_reasons(
     }  # fmt: skip
     assert report["samples"] == 93
     assert report["rejected"] == reasons
+    assert report["capture_rejected"] == {"non-finite": 1}
     index = load_index(store)
     assert index["corpus_row"].to_pylist() == list(range(100))
     assert Counter(r for r in index["reason"].to_pylist() if r) == reasons

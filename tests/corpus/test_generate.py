@@ -193,6 +193,16 @@ def test_a_row_that_cannot_be_completed_is_rejected_with_its_reason(tmp_path: Pa
     assert all(line["detail"] for line in told)
 
 
+@pytest.mark.parametrize(("flags", "status"), [([], 0), (["--strict"], 1)])
+def test_rows_without_a_prompt_are_a_failure_only_on_wish(
+    hscache: Callable[..., Answer], tmp_path: Path, flags: list[str], status: int
+) -> None:
+    rows = write_rows(tmp_path / "r.jsonl", [{"prompt": "x = "}, *FAULTS["too-long"]])
+    args = ["--target", TINY_HYBRID, "-o", tmp_path / "c.parquet", "--raw", "--max-new-tokens", 2, "--json", *flags]
+    answer = hscache("generate", rows, *args)
+    assert (answer.status, answer.json["rejected"]) == (status, {"too-long": 1})
+
+
 def test_a_prompt_without_tokens_is_rejected(tmp_path: Path) -> None:
     """Left-padded beside others it would be a row of nothing but padding."""
     target = copy_target(tmp_path / "target")

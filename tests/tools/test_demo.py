@@ -1,4 +1,4 @@
-"""tools/demo/demo.py: rejected rows are told and left out; any other failure stops it."""
+"""tools/demo/demo.py: a command that fails stops it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import demo
 import pytest
 
 
-def end(status: int, *, rejects: bool) -> None:
-    demo.run([sys.executable], "python", ("-c", f"raise SystemExit({status})"), rejects=rejects)
-
-
-def test_rejected_rows_do_not_stop_the_demo() -> None:
-    end(1, rejects=True)
-    with pytest.raises(SystemExit):
-        end(1, rejects=False)
-    with pytest.raises(SystemExit):
-        end(2, rejects=True)
+def test_a_command_that_fails_stops_the_demo() -> None:
+    demo.run([sys.executable], "python", ("-c", "raise SystemExit(0)"))
+    with pytest.raises(SystemExit, match="exit status 1"):
+        demo.run([sys.executable], "python", ("-c", "raise SystemExit(1)"))

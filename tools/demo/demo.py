@@ -36,11 +36,11 @@ def main() -> None:
 
     step("the target answers the prompts; token ids are kept as generated")
     generate = ["--target", target, "--out", str(out / "corpus.parquet"), "--dtype", "float32", "--batch-size", "64"]
-    hscache("generate", prompts, *generate, "--max-new-tokens", "96", rejects=True)
+    hscache("generate", prompts, *generate, "--max-new-tokens", "96")
     step("what a build will take, before it begins")
     hscache("plan", build_manifest, "--out", store)
     step("run the target once, keep five taps, the final state and top-64 logits")
-    hscache("build", build_manifest, "--out", store, rejects=True)
+    hscache("build", build_manifest, "--out", store)
     step("read every byte back and check it")
     hscache("verify", store)
     hscache("info", store)
@@ -88,8 +88,8 @@ def step(text: str) -> None:
     print(f"\n# {text}", flush=True)
 
 
-def hscache(*args: str, rejects: bool = False) -> None:
-    run([str(Path(sys.executable).with_name("hscache"))], "hscache", args, rejects=rejects)
+def hscache(*args: str) -> None:
+    run([str(Path(sys.executable).with_name("hscache"))], "hscache", args)
 
 
 def hstrain(*args: str) -> None:
@@ -100,11 +100,11 @@ def python(*args: str) -> None:
     run([sys.executable], "python", args)
 
 
-def run(command: list[str], name: str, args: tuple[str, ...], *, rejects: bool = False) -> None:
-    """Show a command as typed, run it, and stop the demo if it fails; ``rejects`` lets it leave rows out (status 1)."""
+def run(command: list[str], name: str, args: tuple[str, ...]) -> None:
+    """Show a command as typed, run it, and stop the demo if it fails."""
     print(f"$ {name} {shlex.join(args).replace(chr(39) + '~', '~').replace(chr(39), '')}", flush=True)
     done = subprocess.run([*command, *(str(Path(a).expanduser()) if a.startswith("~") else a for a in args)])
-    if done.returncode > rejects or done.returncode < 0:
+    if done.returncode:
         raise SystemExit(f"the demo stopped: exit status {done.returncode}")
 
 
