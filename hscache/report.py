@@ -133,9 +133,8 @@ def print_verify(report: VerifyReport, limit: int = 20) -> None:
         if report.level == "quick" and damaged:
             say(f"hint: hscache verify {report.store} --level full")
     if report.recorded:
-        say(
-            f"the bytes of {counted(report.recorded, 'shard')} were not read again: already verified; --again reads everything"
-        )
+        passed = counted(report.recorded, "shard")
+        say(f"the bytes of {passed} were not read again: they passed before; --again reads everything")
     if part is not None:
         say("the other shards were not checked; when all are, --level quick checks the store as a whole")
 
