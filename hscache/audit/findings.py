@@ -16,7 +16,7 @@ FINDINGS: dict[str, str] = {
     "file-size": "a file of a shard has another size than recorded",
     "file-extra": "no record names a file or folder",
     "file-content": "a file of a shard differs from its digest",
-    "array-unreadable": "zarr cannot read an array",
+    "array-unreadable": "an array cannot be read, or zarr-python reads other values than our reader",
     "sample-digest": "a sample's bytes differ from its digest",
     "sample-ids": "a token id is outside the vocabulary",
     "sample-mask": "a loss mask has values other than 0 and 1, or another count than recorded",

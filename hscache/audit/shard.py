@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -48,9 +48,6 @@ from hscache.store.layout import (
 )
 from hscache.store.reader import as_torch, coarsest_codec, decoded, specs_of
 from hscache.store.shard_reader import StoredArray, open_array
-
-if TYPE_CHECKING:
-    pass
 
 # Statistics are those of the states before a lossy codec; what decoding gives differs by its error.
 _STATISTICS_RTOL = {"int8": 0.01, "int4": 0.1}

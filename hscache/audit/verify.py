@@ -154,8 +154,7 @@ class _Verifier:
             if self._store.full:
                 head = load_head(self._paths.target)
                 # converted here, once: a large head takes seconds
-                weight = head.lm_head.float()
-                self._store.head = replace(head, embed=weight, lm_head=weight)
+                self._store.head = replace(head, lm_head=head.lm_head.float())
         except IntegrityError as error:
             self._find("target-damaged", "target/", error.message)
 
