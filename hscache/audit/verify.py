@@ -88,7 +88,7 @@ def planned_range(root: Path, document: dict[str, Any], shards: slice) -> range:
     """
     planned = range(document["plan"]["shards"])
     if not planned[shards]:
-        what = f"{root}: no shard {shards_text(shards)}: the plan has shards 0 to {len(planned) - 1}"
+        what = f"{root}: got shard {shards_text(shards)}, expected some of 0 to {len(planned) - 1}"
         raise InputError("shard-unknown", what, hint="--shards 0:10 takes the first ten")
     return planned[shards]
 

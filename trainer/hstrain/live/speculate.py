@@ -113,7 +113,8 @@ def speculate_prompts(
     most = drafter.config.block_size - 1
     lengths = sorted(set(draft_tokens)) or [most]
     if lengths[-1] > most:
-        raise ConfigError("usage", f"--draft-tokens {lengths[-1]}: this drafter drafts at most {most} tokens a step")
+        what = f"--draft-tokens {lengths[-1]}: this drafter drafts {counted(most, 'token')} a step"
+        raise ConfigError("usage", what, hint=f"give at most {most}")
     opened = open_target(target, drafter.config.taps, dtype=dtype, device=device, allow_fallback=allow_fallback)
     with opened as (live, observation):
         check_same_target(live, drafter, head)

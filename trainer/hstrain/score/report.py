@@ -292,8 +292,7 @@ class _Shares:
             return found
         raise InputError(
             "sample-unknown",
-            f"{store.path}: no sample is held out (share {self.held_out:g}, {self.test:g} of it for the test), "
-            f"expected {part} samples",
+            f"{store.path}: no {part} sample: of all, {self.held_out:g} are held out, {self.test:g} for the test",
             hint="give another --part, or --held-out; the drafter may have been trained on the samples that are then "
             "scored",
         )
